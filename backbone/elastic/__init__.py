@@ -1,0 +1,1 @@
+"""Sub-networks: sampling them in training, choosing them for use."""

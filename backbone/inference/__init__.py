@@ -1,0 +1,1 @@
+"""Generation with a key-value cache."""

@@ -1,0 +1,1 @@
+"""The network, part by part."""

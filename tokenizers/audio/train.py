@@ -1,0 +1,246 @@
+"""Training recipe of the audio tokenizer: codec, then vocoder on the frozen codec.
+
+On a laptop::
+
+    python -m ernie5.tokenizers.audio.train --data CLIPS --out RUN [--codec-steps 6000] [--vocoder-steps 3000]
+
+``CLIPS`` is a folder of clips (see :mod:`ernie5.tokenizers.audio.clips`). Progress is shown; a run that was
+interrupted goes on where it was, to the same weights. ``RUN`` receives the published weights, the figures on
+held-out voices with a picture of spectrograms (:mod:`ernie5.tokenizers.audio.evaluation`), and the curves.
+
+What makes minutes suffice: the codec starts as principal components with clustered codebooks; small batches
+and many steps; codebook averages that forget fast at first and slowly at the end; restarts of unused codes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+
+from ernie5.tokenizers.audio.clips import Clips, MelStream, waveform_batch
+from ernie5.tokenizers.audio.codec import MelCodec
+from ernie5.tokenizers.audio.mel import log_mel
+from ernie5.tokenizers.audio.training_state import load_state, save_state
+from ernie5.tokenizers.audio.vocoder import Vocoder
+from ernie5.tokenizers.audio.weights import CODEC_FILE, VOCODER_FILE, publish, read_codec
+
+# Number of levels used, drawn each step: every rate is trained, 4 and 8 most.
+_LEVEL_DRAWS = (1, 2, 3, 4, 4, 4, 5, 6, 7, 8, 8, 8)
+_START_ITEMS = 1500  # crops that the principal components and first codebooks are made of
+_STFT_SIZES = (128, 512, 2048)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Sizes of a run.
+
+    ``*_minutes`` end a phase early, with its learning rate decayed all the same; 0 sets no limit. Only
+    without such a limit do two runs give the same weights.
+    """
+
+    codec_steps: int = 6000
+    vocoder_steps: int = 3000
+    codec_minutes: float = 0.0
+    vocoder_minutes: float = 0.0
+    codec_learning_rate: float = 1e-3
+    vocoder_learning_rate: float = 2e-3
+    codec_batch: int = 12
+    codec_frames: int = 128
+    vocoder_batch: int = 8
+    vocoder_samples: int = 10_240
+    digit_share: float = 0.4
+    save_every: int = 250
+    seed: int = 0
+
+
+def train(data: Path, out: Path, recipe: Recipe, *, show_progress: bool = True) -> dict[str, Any]:
+    """Train both models on the ``train`` split of ``data`` and publish them into ``out``.
+
+    Returns the curves of both phases, also written as ``out/metrics.json``.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    clips = Clips.load(data)
+    indices = np.flatnonzero(clips.split == "train")
+    if not len(indices):
+        raise ValueError(f"{data} holds no clip of the split 'train'; splits: {sorted(set(clips.split))}")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, TextColumn("{task.fields[note]}"), disable=not show_progress) as progress:
+        codec_history = train_codec(clips, indices, out, recipe, progress)
+        vocoder_history = train_vocoder(clips, indices, out, recipe, progress)
+    metrics = {
+        "train_minutes_of_audio": float(np.diff(clips.offsets)[indices].sum() / 16_000 / 60),
+        "codec": codec_history,
+        "vocoder": vocoder_history,
+    }
+    (out / "metrics.json").write_text(json.dumps(metrics, indent=1))
+    return metrics
+
+
+def train_codec(
+    clips: Clips, indices: np.ndarray, out: Path, recipe: Recipe, progress: Progress
+) -> dict[str, Any]:
+    """Train the codec on log-mels of clips ``indices`` and publish it as ``out/codec.safetensors``."""
+    torch.manual_seed(recipe.seed)
+    stream = MelStream.of(clips, indices)
+    codec = MelCodec()
+
+    def draw(step: int) -> tuple[Tensor, np.random.Generator]:
+        random = np.random.default_rng((recipe.seed, 1, step))
+        return stream.batch(recipe.codec_batch, recipe.codec_frames, recipe.digit_share, random), random
+
+    random = np.random.default_rng((recipe.seed, 0))
+    first = stream.batch(_START_ITEMS, recipe.codec_frames, recipe.digit_share, random)
+    codec.start(first, torch.Generator().manual_seed(recipe.seed))
+
+    def loss_of(step: int, done: float) -> tuple[Tensor, dict[str, float]]:
+        mels, random = draw(step)
+        output, latent, quantised = codec(mels, int(random.choice(_LEVEL_DRAWS)))
+        restarts = torch.Generator().manual_seed(recipe.seed + step) if done < 0.85 else None
+        decay = 0.98 if done < 0.6 else 0.99 if done < 0.85 else 0.997
+        dead = codec.quantiser.update(latent.detach(), quantised.codes, decay, restarts, step)
+        distance = F.l1_loss(output, mels)
+        loss = distance + 0.5 * F.mse_loss(output, mels) + 0.25 * quantised.commitment
+        return loss, {"log_mel_l1": distance.item(), "restarted": float(dead)}
+
+    history = _optimise(
+        "codec", codec, loss_of, out, recipe, recipe.codec_steps, recipe.codec_minutes,
+        recipe.codec_learning_rate, progress,
+    )  # fmt: skip
+    publish(codec, out / CODEC_FILE)
+    return history
+
+
+def train_vocoder(
+    clips: Clips, indices: np.ndarray, out: Path, recipe: Recipe, progress: Progress
+) -> dict[str, Any]:
+    """Train the vocoder on true mels and on those that the published codec of ``out`` decodes."""
+    torch.manual_seed(recipe.seed)
+    codec = read_codec(out / CODEC_FILE)
+    vocoder = Vocoder()
+
+    def loss_of(step: int, done: float) -> tuple[Tensor, dict[str, float]]:
+        random = np.random.default_rng((recipe.seed, 2, step))
+        samples = waveform_batch(
+            clips, indices, recipe.vocoder_batch, recipe.vocoder_samples, recipe.digit_share, random
+        )
+        mels = log_mel(samples)
+        if step % 2:
+            with torch.no_grad():
+                mels = codec.decode(codec.encode(mels, int(random.choice((2, 4, 6, 8, 8)))))
+        loss, distance = spectral_loss(vocoder(mels), samples)
+        return loss, {"log_mel_l1": distance}
+
+    history = _optimise(
+        "vocoder", vocoder, loss_of, out, recipe, recipe.vocoder_steps, recipe.vocoder_minutes,
+        recipe.vocoder_learning_rate, progress,
+    )  # fmt: skip
+    publish(vocoder, out / VOCODER_FILE)
+    return history
+
+
+def spectral_loss(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
+    """Multi-resolution STFT loss (Yamamoto et al., 2020) plus log-mel distance; the latter also alone.
+
+    ``output`` and ``target`` are samples, float32 ``[B, N]``.
+    """
+    loss = output.new_zeros(())
+    for size in _STFT_SIZES:
+        window = torch.hann_window(size)
+        made, true = (
+            torch.stft(x, size, size // 4, size, window, return_complex=True).abs() for x in (output, target)
+        )
+        convergence = (made - true).norm() / (true.norm() + 1e-4)
+        loss = loss + convergence + F.l1_loss((made + 1e-2).log(), (true + 1e-2).log())
+    distance = F.l1_loss(log_mel(output), log_mel(target))
+    return loss / len(_STFT_SIZES) + distance, distance.item()
+
+
+def _optimise(
+    name: str,
+    module: nn.Module,
+    loss_of: Callable[[int, float], tuple[Tensor, dict[str, float]]],
+    out: Path,
+    recipe: Recipe,
+    steps: int,
+    minutes: float,
+    learning_rate: float,
+    progress: Progress,
+) -> dict[str, Any]:
+    """AdamW with warm-up and cosine decay, clipped gradients, resumable; returns the history.
+
+    ``loss_of(step, done)`` draws everything random from ``step``, so that a resumed run repeats nothing.
+    """
+    optimiser = torch.optim.AdamW(module.parameters(), learning_rate, betas=(0.8, 0.99), weight_decay=1e-4)
+    state = out / f"{name}-training.safetensors"
+    first, history = 0, {"steps": 0, "minutes": 0.0, "curve": []}
+    if state.exists():
+        first, history = load_state(state, module, optimiser)
+    task = progress.add_task(name, total=steps, completed=first, note="")
+    module.train()
+    smooth: dict[str, float] = {}
+    before, started = history["minutes"], time.monotonic()
+    for step in range(first, steps):
+        spent = before + (time.monotonic() - started) / 60
+        done = max(step / steps, spent / minutes if minutes else 0.0)
+        if done >= 1.0:
+            break
+        rate = learning_rate * min(1.0, (step + 1) / 100) * (0.5 + 0.5 * math.cos(math.pi * done)) + 1e-5
+        for group in optimiser.param_groups:
+            group["lr"] = rate
+        loss, measured = loss_of(step, done)
+        optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimiser.step()
+        for key, value in measured.items():
+            smooth[key] = 0.98 * smooth.get(key, value) + 0.02 * value
+        note = " ".join(f"{key} {value:.3f}" for key, value in smooth.items())
+        progress.update(task, advance=1, note=note)
+        history["steps"], history["minutes"] = step + 1, before + (time.monotonic() - started) / 60
+        if (step + 1) % recipe.save_every == 0:
+            history["curve"].append({"step": step + 1, "minutes": round(history["minutes"], 2), **smooth})
+            save_state(state, module, optimiser, step + 1, history)
+    save_state(state, module, optimiser, history["steps"], history)
+    return history
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train the audio tokenizer.")
+    parser.add_argument("--data", type=Path, required=True, help="folder of clips (*.npz)")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder of the run; an interrupted one goes on"
+    )
+    parser.add_argument("--codec-steps", type=int, default=Recipe().codec_steps)
+    parser.add_argument("--vocoder-steps", type=int, default=Recipe().vocoder_steps)
+    parser.add_argument(
+        "--codec-minutes", type=float, default=0.0, help="end the codec's phase after this long"
+    )
+    parser.add_argument("--vocoder-minutes", type=float, default=0.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    recipe = Recipe(
+        codec_steps=arguments.codec_steps,
+        vocoder_steps=arguments.vocoder_steps,
+        codec_minutes=arguments.codec_minutes,
+        vocoder_minutes=arguments.vocoder_minutes,
+        seed=arguments.seed,
+    )
+    train(arguments.data, arguments.out, recipe)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Shipped weights: float16 safetensors, each with its model's configuration in the file's metadata."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ernie5.tokenizers.audio.codec import MelCodec
+from ernie5.tokenizers.audio.vocoder import Vocoder
+
+SHIPPED = Path(__file__).parent / "weights"
+CODEC_FILE, VOCODER_FILE, CARD_FILE = "codec.safetensors", "vocoder.safetensors", "audio.json"
+
+# The quantiser's averages serve training only.
+_TRAINING_ONLY = ("quantiser.counts", "quantiser.sums")
+
+
+def publish(module: MelCodec | Vocoder, path: Path) -> None:
+    """Write ``module`` to ``path`` as float16, atomically."""
+    tensors: dict[str, Tensor] = {
+        name: tensor.detach().to(torch.float16).contiguous()
+        for name, tensor in module.state_dict().items()
+        if name not in _TRAINING_ONLY
+    }
+    partial = path.with_suffix(".partial")
+    save_file(tensors, partial, metadata={"config": json.dumps(module.config.as_json())})
+    partial.chmod(0o644)
+    os.replace(partial, path)
+
+
+def read_codec(path: Path) -> MelCodec:
+    """The codec in file ``path``, float32, ready for inference."""
+    tensors, config = _read(path)
+    codec = MelCodec(MelCodec.Config.from_json(json.loads(config)))
+    _fill(codec, tensors, path)
+    return codec
+
+
+def read_vocoder(path: Path) -> Vocoder:
+    """The vocoder in file ``path``, float32, ready for inference."""
+    tensors, config = _read(path)
+    vocoder = Vocoder(Vocoder.Config.from_json(json.loads(config)))
+    _fill(vocoder, tensors, path)
+    return vocoder
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], str]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            config = (file.metadata() or {}).get("config")
+            if config is None:
+                raise ValueError(
+                    f"{path} has no configuration in its metadata; publish it with the training recipe"
+                )
+            return {name: file.get_tensor(name) for name in file.keys()}, config  # noqa: SIM118 (not a mapping)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
+
+
+def _fill(module: nn.Module, tensors: dict[str, Tensor], path: Path) -> None:
+    expected = {name for name in module.state_dict() if name not in _TRAINING_ONLY}
+    if expected != tensors.keys():
+        odd = sorted(expected ^ tensors.keys())
+        raise ValueError(f"{path} does not fit its configuration; tensors in one only: {', '.join(odd[:5])}")
+    module.load_state_dict({name: tensor.float() for name, tensor in tensors.items()}, strict=False)
+    module.requires_grad_(False).eval()

@@ -1,0 +1,6 @@
+"""Text: SentencePiece BPE with byte fallback; needs no torch."""
+
+from ernie5.tokenizers.text.decoder import IncrementalDecoder
+from ernie5.tokenizers.text.tokenizer import TextTokenizer
+
+__all__ = ["IncrementalDecoder", "TextTokenizer"]

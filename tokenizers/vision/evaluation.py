@@ -1,0 +1,107 @@
+"""Held-out figures of a picture tokenizer's model, computed through the integer codes as in use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from ernie5.kernels.scales import accumulate, quantise
+from ernie5.protocol.grids import schedule_for
+
+from .judge import judge_accuracy
+from .metrics import bit_balance, psnr, ssim
+from .model import VisionModel
+from .training_data import DIGIT_GRID, PICTURE_GRID, TrainingData, canvases_of
+
+
+@torch.no_grad()
+def reconstruct(
+    model: VisionModel, pictures: Tensor, grid: tuple[int, int], upto: int | None = None
+) -> tuple[Tensor, list[Tensor]]:
+    """Code and decode float ``[n, 3, H, W]``; from the first ``upto`` scales. Returns pictures and codes."""
+    schedule = schedule_for(grid)
+    outputs, codes = [], []
+    for part in pictures.split(64):
+        coded = quantise(model.encode(part)[1], schedule)
+        total = accumulate(coded, schedule, model.config.bits, upto)
+        outputs.append(model.decode(total).clamp(0, 1))
+        codes.append(coded)
+    return torch.cat(outputs), [torch.cat(scale) for scale in zip(*codes)]
+
+
+def evaluate(
+    model: VisionModel, data: TrainingData, judge: nn.Module | None = None, limit: int | None = None
+) -> dict[str, object]:
+    """PSNR, SSIM and bit balance on held-out pictures (``limit`` of them), digits as the judge reads them."""
+    model.eval()
+    bits = model.config.bits
+    chosen = np.linspace(
+        0, len(data.held_out) - 1, min(limit or len(data.held_out), len(data.held_out))
+    ).astype(int)
+    pictures = torch.from_numpy(data.held_out[chosen]).float() / 255
+    decoded, codes = reconstruct(model, pictures, PICTURE_GRID)
+    quality, similarity = psnr(decoded, pictures), ssim(decoded, pictures)
+    source = torch.from_numpy(data.held_out_source[chosen])
+    schedule = schedule_for(PICTURE_GRID)
+    figures: dict[str, object] = {
+        "pictures": len(pictures),
+        "bits_per_pixel": bits * sum(h * w for h, w in schedule) / pictures[0, 0].numel(),
+        "psnr": float(quality.mean()),
+        "ssim": float(similarity.mean()),
+        "psnr_by_source": {
+            name: float(quality[source == index].mean())
+            for index, name in enumerate(data.sources)
+            if bool((source == index).any())
+        },
+        "bit_balance_by_scale": [bit_balance(scale, bits) for scale in codes],
+    }
+    if limit is None:
+        figures["psnr_by_scales_kept"] = [
+            float(psnr(reconstruct(model, pictures, PICTURE_GRID, upto)[0], pictures).mean())
+            for upto in range(1, len(schedule) + 1)
+        ]
+    if judge is not None:
+        figures |= _digit_figures(model, data, judge, limit)
+    return figures
+
+
+def _digit_figures(
+    model: VisionModel, data: TrainingData, judge: nn.Module, limit: int | None
+) -> dict[str, object]:
+    count = len(data.held_out_digits)
+    chosen = np.linspace(0, count - 1, min(limit or count, count)).astype(int)
+    digits, labels = data.held_out_digits[chosen], data.held_out_labels[chosen]
+    canvases = torch.from_numpy(canvases_of(digits, DIGIT_GRID)).float() / 255
+    decoded, codes = reconstruct(model, canvases, DIGIT_GRID)
+    original = judge_accuracy(judge, canvases[:, :, 2:-2, 2:-2].mean(1), labels)
+    read = judge_accuracy(judge, decoded[:, :, 2:-2, 2:-2].mean(1), labels)
+    return {
+        "digits": len(digits),
+        "digit_psnr": float(psnr(decoded, canvases).mean()),
+        "digit_judge_original": original,
+        "digit_judge_decoded": read,
+        "digit_judge_ratio": read / max(original, 1e-9),
+        "digit_bit_balance_by_scale": [bit_balance(scale, model.config.bits) for scale in codes],
+    }
+
+
+def write_sample_grid(model: VisionModel, data: TrainingData, path: Path, columns: int = 16) -> None:
+    """Write a PNG: held-out pictures, then decoded from 1, 2, … and all scales; digits before and after."""
+    chosen = np.linspace(0, len(data.held_out) - 1, columns).astype(int)
+    pictures = torch.from_numpy(data.held_out[chosen]).float() / 255
+    rows = [pictures]
+    for upto in range(1, len(schedule_for(PICTURE_GRID)) + 1):
+        rows.append(reconstruct(model, pictures, PICTURE_GRID, upto)[0])
+    examples = data.held_out_digits[np.linspace(0, len(data.held_out_digits) - 1, 2 * columns).astype(int)]
+    digits = torch.from_numpy(canvases_of(examples, DIGIT_GRID)).float() / 255
+    strips = [torch.cat(list(row), 2) for row in rows]
+    strips += [torch.cat(list(row), 2) for row in (digits, reconstruct(model, digits, DIGIT_GRID)[0])]
+    image = (torch.cat(strips, 1).clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(image).resize(
+        (image.shape[1] * 3 // 2, image.shape[0] * 3 // 2), Image.Resampling.NEAREST
+    ).save(path)

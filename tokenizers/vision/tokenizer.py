@@ -1,0 +1,276 @@
+"""The picture tokenizer: any picture to multi-scale bit codes and back.
+
+On one device kind a picture gets the same codes whatever else is in the batch: the network runs on
+batches of one fixed size per grid (one picture on a CPU; 16 on a GPU, filled up with blanks), in float32.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from ernie5.kernels.scales import accumulate, join_codes, quantise
+from ernie5.protocol.errors import (
+    ErnieMultiError,
+    InvalidInputError,
+    InvalidMediaError,
+    TokenizerMismatchError,
+    UnsupportedMediaError,
+)
+from ernie5.protocol.grids import schedule_for
+from ernie5.protocol.samples import Segment
+from ernie5.protocol.tokens import ResizePad, ScalesLayout, TokenSpan
+from ernie5.tokenizers.base import Medium
+
+from .model import STRIDE, VisionModel
+from .preprocessing import ImageLimits, fit_to_canvas, open_image, restore
+from .weights_file import FORMAT_VERSION, load_weights
+
+Picture = bytes | Image.Image
+Result = TypeVar("Result")
+
+FEATURE_ENCODER = "cnn"
+# Final grids above this many cells are refused on decoding: a span from the wire names its own grid.
+MAX_CELLS = 32 * 32
+_GPU_BATCH = 16
+_CONTAINERS = {"image/png": "PNG", "image/jpeg": "JPEG", "image/webp": "WEBP"}
+
+
+class VisionTokenizer:
+    """Encodes pictures to spans (:class:`~ernie5.protocol.tokens.TokenSpan`) of scales and decodes them.
+
+    Attributes:
+        hash: identifies weights, format version, device kind and dtype.
+        bits: bits of one cell's code.
+        feature_width: C of the ``cnn`` features, float16 ``[N, 4, C]``: 2x2 neighbouring cells of the
+            encoder's trunk before it is projected to bits, N in row-major order.
+    """
+
+    modalities: tuple[str, ...] = ("image",)
+
+    def __init__(
+        self, model: VisionModel, weights_digest: str, device: torch.device, limits: ImageLimits
+    ) -> None:
+        self.device = device
+        self.limits = limits
+        self._model = model.to(device=device, dtype=torch.float32).eval().requires_grad_(False)
+        self._batch = _GPU_BATCH if device.type == "cuda" else 1
+        self.bits = model.config.bits
+        self.feature_width = model.config.trunk_width
+        identity = f"vision/{FORMAT_VERSION}/{weights_digest}/{device.type}/float32"
+        self.hash = hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path | None = None,
+        device: str | torch.device | None = None,
+        limits: ImageLimits | None = None,
+    ) -> VisionTokenizer:
+        """Load weights (the shipped ones if ``path`` is None) onto ``device`` (CUDA where present if None).
+
+        Raises:
+            FileNotFoundError, ValueError: see :func:`~ernie5.tokenizers.vision.weights_file.load_weights`.
+        """
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        model, card = load_weights(None if path is None else Path(path))
+        return cls(model, str(card["sha256"]), torch.device(device), limits or ImageLimits())
+
+    def encode(self, image: Picture, *, features: bool = True, latent: bool = False) -> TokenSpan:
+        """Tokenise one picture (file bytes or a Pillow picture).
+
+        Args:
+            features: add the ``cnn`` features, for understanding.
+            latent: add the latent before quantisation, float16 ``[h, w, d]``.
+
+        Raises:
+            InvalidMediaError, MediaTooLargeError: see :func:`.preprocessing.open_image`.
+        """
+        return _only(self.encode_batch([image], features=features, latent=latent))
+
+    def decode(self, span: TokenSpan) -> Image.Image:
+        """Draw a span; padding cropped, back at the source's size up to 512 pixels a side.
+
+        Raises:
+            TokenizerMismatchError: the span comes from other weights, another device kind or dtype.
+            InvalidInputError: the span is no picture, or its layout is not this tokenizer's.
+        """
+        return _only(self.decode_batch([span]))
+
+    def encode_batch(
+        self, images: Sequence[Picture], *, features: bool = True, latent: bool = False
+    ) -> list[TokenSpan | ErnieMultiError]:
+        """Tokenise pictures; a bad one yields its error in its place."""
+        results: list[TokenSpan | ErnieMultiError | None] = [None] * len(images)
+        by_grid: dict[tuple[int, int], list[tuple[int, np.ndarray, ResizePad]]] = {}
+        for index, image in enumerate(images):
+            try:
+                canvas, transform = fit_to_canvas(open_image(image, self.limits))
+            except ErnieMultiError as error:
+                results[index] = error
+                continue
+            grid = (transform.canvas_height // STRIDE, transform.canvas_width // STRIDE)
+            by_grid.setdefault(grid, []).append((index, canvas, transform))
+        for grid, entries in by_grid.items():
+            trunks, latents = self._encode_canvases([canvas for _, canvas, _ in entries])
+            codes = join_codes(quantise(latents, schedule_for(grid))).numpy().astype(np.uint32)
+            for (index, _, transform), trunk, cells, code in zip(entries, trunks, latents, codes):
+                results[index] = TokenSpan(
+                    modality="image",
+                    layout=ScalesLayout(self.bits, schedule_for(grid), transform=transform),
+                    codes=code.copy(),
+                    tokenizer=self.hash,
+                    features={FEATURE_ENCODER: _merge_neighbours(trunk)} if features else {},
+                    latent=_half(cells.permute(1, 2, 0)) if latent else None,
+                )
+        return [result for result in results if result is not None]
+
+    def decode_batch(self, spans: Sequence[TokenSpan]) -> list[Image.Image | ErnieMultiError]:
+        """Draw spans; a bad one yields its error in its place."""
+        results: list[Image.Image | ErnieMultiError | None] = [None] * len(spans)
+        by_schedule: dict[tuple[tuple[int, int], ...], list[int]] = {}
+        for index, span in enumerate(spans):
+            try:
+                self._check_span(span)
+            except ErnieMultiError as error:
+                results[index] = error
+                continue
+            assert isinstance(span.layout, ScalesLayout)
+            by_schedule.setdefault(span.layout.schedule, []).append(index)
+        for schedule, members in by_schedule.items():
+            codes = np.stack([spans[index].codes for index in members])
+            canvases = self._decode_sums(accumulate(codes, schedule, self.bits))
+            for index, canvas in zip(members, canvases):
+                layout = spans[index].layout
+                assert isinstance(layout, ScalesLayout)
+                try:
+                    results[index] = restore(canvas, layout.transform)
+                except ErnieMultiError as error:
+                    results[index] = error
+        return [result for result in results if result is not None]
+
+    def encode_segments(
+        self, segments: Sequence[Segment], *, features: bool = True, latent: bool = False
+    ) -> list[TokenSpan | ErnieMultiError]:
+        """Tokenise segments as :class:`~ernie5.tokenizers.base.Tokenizer` says."""
+        pictures: list[bytes] = []
+        errors: dict[int, ErnieMultiError] = {}
+        for index, segment in enumerate(segments):
+            if segment.modality not in self.modalities:
+                errors[index] = UnsupportedMediaError(
+                    f"the vision tokenizer takes {', '.join(self.modalities)}, not {segment.modality}",
+                    param="modality",
+                )
+            elif segment.data is None:
+                errors[index] = InvalidMediaError(
+                    "a picture segment carries the bytes of a file", param="data"
+                )
+            else:
+                pictures.append(segment.data)
+        spans = iter(self.encode_batch(pictures, features=features, latent=latent))
+        return [errors[index] if index in errors else next(spans) for index in range(len(segments))]
+
+    def decode_spans(
+        self, spans: Sequence[TokenSpan], *, content_type: str | None = None
+    ) -> list[Medium | ErnieMultiError]:
+        """Spans to files: image/png (the default), image/jpeg or image/webp (lossless)."""
+        content_type = content_type or "image/png"
+        container = _CONTAINERS.get(content_type)
+        if container is None:
+            error = UnsupportedMediaError(
+                f"pictures come as {', '.join(_CONTAINERS)}, not {content_type}", param="content_type"
+            )
+            return [error for _ in spans]
+        return [
+            picture
+            if isinstance(picture, ErnieMultiError)
+            else Medium(_to_file(picture, container), content_type)
+            for picture in self.decode_batch(spans)
+        ]
+
+    def _check_span(self, span: TokenSpan) -> None:
+        if span.modality not in self.modalities:
+            raise UnsupportedMediaError(
+                f"the vision tokenizer draws {', '.join(self.modalities)}, not {span.modality}",
+                param="modality",
+            )
+        if span.tokenizer != self.hash:
+            raise TokenizerMismatchError(
+                f"span was made by tokenizer {span.tokenizer}, this one is {self.hash} "
+                f"({self.device.type}, float32); decode it with the tokenizer it came from",
+                param="tokenizer",
+            )
+        layout = span.layout
+        if not isinstance(layout, ScalesLayout) or layout.bits != self.bits or layout.frames != 1:
+            raise InvalidInputError(
+                f"span is not one frame of {self.bits}-bit scales: {layout}", param="layout"
+            )
+        height, width = layout.final_grid
+        if height * width > MAX_CELLS or layout.schedule != schedule_for(layout.final_grid):
+            raise InvalidInputError(
+                f"schedule {layout.schedule} is not the one of a grid of at most {MAX_CELLS} cells",
+                param="layout",
+            )
+
+    def _encode_canvases(self, canvases: list[np.ndarray]) -> tuple[Tensor, Tensor]:
+        """Canvases, uint8 ``[H, W, 3]``, to trunks ``[n, C, h, w]`` and latents ``[n, d, h, w]``."""
+        pixels = torch.from_numpy(np.stack(canvases)).permute(0, 3, 1, 2).float() / 255
+        trunks, latents = [], []
+        for part in pixels.split(self._batch):
+            trunk, latent = self._run(self._model.encode, part)
+            trunks.append(trunk)
+            latents.append(latent)
+        return torch.cat(trunks), torch.cat(latents)
+
+    def _decode_sums(self, sums: Tensor) -> np.ndarray:
+        """Sums of scales ``[n, d, h, w]`` to uint8 ``[n, H, W, 3]``."""
+        parts = [self._run(lambda x: (self._model.decode(x),), part)[0] for part in sums.split(self._batch)]
+        pixels = (torch.cat(parts).clamp(0, 1) * 255).round().to(torch.uint8)
+        return np.ascontiguousarray(pixels.permute(0, 2, 3, 1).numpy())
+
+    def _run(self, function: Callable[[Tensor], tuple[Tensor, ...]], part: Tensor) -> tuple[Tensor, ...]:
+        """Run on a batch filled up with zeros to the fixed size; results of the real items, on the CPU."""
+        count = len(part)
+        if count < self._batch:
+            part = torch.cat([part, part.new_zeros(self._batch - count, *part.shape[1:])])
+        with (
+            torch.inference_mode(),
+            torch.backends.cudnn.flags(benchmark=False, deterministic=True, allow_tf32=False),
+        ):
+            outputs = function(part.contiguous().to(self.device))
+        return tuple(output[:count].cpu() for output in outputs)
+
+
+def _only(results: list[Result | ErnieMultiError]) -> Result:
+    (result,) = results
+    if isinstance(result, ErnieMultiError):
+        raise result
+    return result
+
+
+def _merge_neighbours(trunk: Tensor) -> np.ndarray:
+    """Trunk ``[C, h, w]`` to float16 ``[h/2 w/2, 4, C]``; an odd edge is repeated."""
+    height, width = trunk.shape[-2:]
+    if height % 2 or width % 2:
+        trunk = torch.nn.functional.pad(trunk[None], (0, width % 2, 0, height % 2), mode="replicate")[0]
+    blocks = trunk.unflatten(2, (-1, 2)).unflatten(1, (-1, 2))
+    return _half(blocks.permute(1, 3, 2, 4, 0).flatten(2, 3).flatten(0, 1))
+
+
+def _half(values: Tensor) -> np.ndarray:
+    return np.ascontiguousarray(values.clamp(-65504, 65504).half().numpy())
+
+
+def _to_file(picture: Image.Image, container: str) -> bytes:
+    buffer = io.BytesIO()
+    picture.save(buffer, container, quality=95, lossless=True)  # a container takes the options it knows
+    return buffer.getvalue()

@@ -1,0 +1,1 @@
+"""The weights that ship: ``image.safetensors`` and its card ``image.json``."""
