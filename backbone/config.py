@@ -122,7 +122,15 @@ class BackboneConfig(BaseModel):
 PRESETS: dict[str, BackboneConfig] = {
     # For tests: everything in it, as small as it goes.
     "nano": BackboneConfig(
-        name="nano", layers=4, width=64, heads=2, key_heads=1, head_dim=32, experts=8, top_k=2, expert_width=32
+        name="nano",
+        layers=4,
+        width=64,
+        heads=2,
+        key_heads=1,
+        head_dim=32,
+        experts=8,
+        top_k=2,
+        expert_width=32,
     ),
     # Trains in minutes on two CPU cores.
     "mini": BackboneConfig(name="mini"),

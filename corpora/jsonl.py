@@ -103,6 +103,8 @@ class JsonLines:
             raise InvalidInputError(
                 f"{where}: unknown key {min(unknown)!r}; a segment has {', '.join(sorted(_SEGMENT_KEYS))}"
             )
+        if sum(key in entry for key in ("text", "base64", "path")) != 1:
+            raise InvalidInputError(f"{where}: a segment carries exactly one of text, base64 and path")
         fields = {
             key: entry[key]
             for key in ("modality", "role", "text", "content_type", "metadata")
@@ -124,8 +126,6 @@ class JsonLines:
                 known = MEDIA_TYPES.get(path.suffix.lstrip(".").lower())
                 if known:
                     fields.setdefault("content_type", known[1])
-            if sum(key in entry for key in ("text", "base64", "path")) != 1:
-                raise InvalidInputError(f"{where}: a segment carries exactly one of text, base64 and path")
             return Segment(**fields)
         except binascii.Error as error:
             raise InvalidInputError(f"{where}: 'base64' can't be decoded ({error})") from None

@@ -57,7 +57,7 @@ def _text(text: str, role: Role = "context") -> Segment:
 
 def _names(item: Item) -> dict[str, Any]:
     words = item.media.get("text")
-    label = item.metadata.get("label", words.text if words else "")
+    label = item.metadata.get("label") or ((words.text or "").strip() if words else "")
     names = item.metadata.get("names") or {}
     return {"label": label, "name": names.get("en", label)}
 

@@ -18,7 +18,7 @@ import struct
 import tarfile
 import tempfile
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -40,6 +40,7 @@ MAX_UNPACKED = 1 << 36
 _SKIPPABLE_MAGIC = 0x184D2A5E
 _SEEKABLE_MAGIC = 0x8F92EAB1
 _LEVEL = 19
+_ZEROS = bytes(BLOCK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,23 +244,54 @@ def _unpack(file: BinaryIO, path: Path) -> BinaryIO:
     """A foreign compressed shard, unpacked into a temporary file that vanishes when closed."""
     unpacked = tempfile.TemporaryFile(prefix="shard-")  # noqa: SIM115 - lives as long as the shard
     file.seek(0)
-    total = 0
+    total, whole, rest = 0, True, b""
+    frame = zstandard.ZstdDecompressor().decompressobj()
     try:
-        with zstandard.ZstdDecompressor().stream_reader(
-            file, read_across_frames=True, closefd=False
-        ) as stream:
-            while chunk := stream.read(1 << 20):
-                total += len(chunk)
-                if total > MAX_UNPACKED:
-                    raise InvalidInputError(
-                        f"{path} unpacks to more than {MAX_UNPACKED} bytes; use plain .tar shards"
-                    )
-                unpacked.write(chunk)
+        while chunk := rest or file.read(1 << 18):
+            data = frame.decompress(chunk)
+            total += len(data)
+            if total > MAX_UNPACKED:
+                raise InvalidInputError(f"{path} unpacks to over {MAX_UNPACKED} bytes; use plain .tar shards")
+            unpacked.write(data)
+            whole, rest = frame.eof, frame.unused_data
+            if whole:
+                frame = zstandard.ZstdDecompressor().decompressobj()
+        if not whole or total == 0:
+            raise InvalidInputError(f"{path} is truncated: its last zstd frame has no end")
     except zstandard.ZstdError as error:
-        unpacked.close()
         raise InvalidInputError(f"{path} is not a readable zstd file ({error})") from None
     unpacked.flush()
     return unpacked
+
+
+def _plain_headers(source: _Frames | _Plain) -> list[tuple[str, int, int]] | None:
+    """Name, offset and size of each file of a tar of plain ustar entries only, as the writer makes them.
+
+    ``None`` for any other tar, and for one that ends early or has a wrong checksum: tarfile tells of that.
+    """
+    found: list[tuple[str, int, int]] = []
+    offset = 0
+    while True:
+        header = source.read(offset, BLOCK)
+        if len(header) < BLOCK:
+            return None
+        if header == _ZEROS:
+            return found
+        name, kind = header[:100].rstrip(b"\0"), header[156:157]
+        plain = kind == b"0" and header[257:263] == b"ustar\0" and header[345] == 0
+        try:
+            length = int(header[124:136].rstrip(b"\0 "), 8)
+            checksum = int(header[148:156].rstrip(b"\0 "), 8)
+        except ValueError:
+            return None
+        # The checksum counts its own field as eight spaces.
+        if not plain or length < 0 or checksum != sum(header) - sum(header[148:156]) + 256:
+            return None
+        start = offset + BLOCK
+        offset = start + length + -length % BLOCK
+        if offset > source.length:
+            return None
+        found.append((name.decode("utf-8", "surrogateescape"), start, length))
 
 
 class Shard:
@@ -298,17 +330,20 @@ class Shard:
             raise
 
     def _index(self) -> None:
+        for name, offset, size in _plain_headers(self._source) or self._all_headers():
+            if not name.rpartition("/")[2].startswith("."):
+                item_id, extension = split_name(name)
+                self.items.setdefault(item_id, {})[extension] = Member(name, offset, size)
+
+    def _all_headers(self) -> Iterator[tuple[str, int, int]]:
+        """Name, offset and size of each file, by the standard library: any kind of tar, but slowly."""
         reader = io.BufferedReader(_Window(self._source), 1 << 16)  # type: ignore[type-var]
         try:
             with tarfile.open(fileobj=reader, mode="r:") as tar:
                 for info in tar:
-                    if not info.isreg() or info.name.rpartition("/")[2].startswith("."):
-                        continue
-                    item_id, extension = split_name(info.name)
-                    self.items.setdefault(item_id, {})[extension] = Member(
-                        info.name, info.offset_data, info.size
-                    )
-                    # The list of all headers is kept by tarfile; this index replaces it.
+                    if info.isreg():
+                        yield info.name, info.offset_data, info.size
+                    # tarfile keeps every header; the index replaces them.
                     tar.members = []  # type: ignore[attr-defined]
         except tarfile.TarError as error:
             raise InvalidInputError(f"{self.path} is not a readable tar file ({error})") from None

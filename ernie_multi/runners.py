@@ -29,7 +29,8 @@ _MODEL_POLL_S = 1.0
 class IngestSettings(Settings):
     """What ingest walks.
 
-    ``corpus`` is a corpus by name, or a path; ``epochs`` bounds the walk, which is endless without it.
+    ``corpus`` is a corpus by name, or a path; ``epochs`` bounds the walk, which is endless without it;
+    ``repeats`` lists tasks whose items come more than once an epoch (``digit_draw=3,speech_say=2``).
     """
 
     section: ClassVar[str] = "ingest"
@@ -38,13 +39,32 @@ class IngestSettings(Settings):
     split: str = "train"
     seed: int = 0
     epochs: Annotated[int, Field(ge=1)] | None = None
+    repeats: str = ""
+
+    @property
+    def repeats_by_task(self) -> dict[str, int]:
+        """``repeats`` as a mapping.
+
+        Raises:
+            InvalidInputError: an entry that is not ``task=number``.
+        """
+        found = {}
+        for entry in filter(None, self.repeats.split(",")):
+            task, _, count = entry.partition("=")
+            if not count.isdecimal():
+                raise InvalidInputError(
+                    f"ingest.repeats: {entry!r} is not of the form task=number (digit_draw=3,speech_say=2)",
+                    param="ingest.repeats",
+                )
+            found[task.strip()] = int(count)
+        return found
 
 
 class EngineSettings(Settings):
     """How an inference worker runs its model.
 
-    ``capacity`` requests run in one batch; each has at most ``max_length`` positions. ``threads`` are torch's; 0
-    leaves its own number.
+    ``capacity`` requests run in one batch, each of at most ``max_length`` positions. ``threads`` are torch's;
+    0 leaves its own number.
     """
 
     section: ClassVar[str] = "engine"
@@ -80,12 +100,12 @@ def run_ingest() -> None:
     settings = load_settings(IngestSettings)
     stream = load_settings(StreamSettings)
     stop = stop_on_signals()
-    corpus = open_corpus(settings.corpus, settings.split)
+    corpus = open_corpus(settings.corpus, settings.split, repeats=settings.repeats_by_task)
     ingest = Ingest(
         Producer(connect(load_settings(RedisSettings)), stream.run),
         corpus,
         seed=settings.seed,
-        name=f"{settings.corpus}:{settings.split}",
+        name=":".join(filter(None, (settings.corpus, settings.split, settings.repeats))),
         epochs=settings.epochs,
         high_water=stream.high_water,
         entry_mark=stream.entry_mark,
@@ -98,7 +118,8 @@ def run_ingest() -> None:
 def run_inference() -> None:
     """Answer requests with the model of ``ERNIE_MULTI_MODEL``, else of the newest run.
 
-    A model that has yet to appear is waited for: a stack starts its workers before its first checkpoint is written.
+    A model that has yet to appear is waited for: a stack starts its workers before its first checkpoint is
+    written.
 
     Raises:
         InvalidInputError: a wrong setting, or a model that can't be loaded.

@@ -8,6 +8,7 @@ reverse; logs lie in ``RUN/logs``.
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -25,7 +26,18 @@ from ernie_multi.models import MODEL_VARIABLE, find_model
 TOKENIZERS_PORT = 8000
 GATEWAY_PORT = 8080
 _READY_S = 300.0
-_COMMAND = (sys.executable, "-m", "ernie_multi", "service")
+
+
+def command_of(*services: str) -> tuple[str, ...]:
+    """The command that runs a service, or several tokenizers, in a process of its own."""
+    return (sys.executable, "-m", "ernie_multi", "service", *services)
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nothing uses at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def specs(run: str, redis_url: str, model: Path, *, port: int, tokenizers_port: int) -> list[ProcessSpec]:
@@ -35,7 +47,7 @@ def specs(run: str, redis_url: str, model: Path, *, port: int, tokenizers_port: 
     return [
         ProcessSpec(
             "tokenizers",
-            (*_COMMAND, "text", "audio", "vision"),
+            command_of("text", "audio", "vision"),
             env={**shared, "ERNIE_MULTI_SERVICE_PORT": str(tokenizers_port)},
             # The last one to be deployed.
             ready=f"{tokenizers}/vision/ready",
@@ -44,11 +56,11 @@ def specs(run: str, redis_url: str, model: Path, *, port: int, tokenizers_port: 
             restarts=3,
         ),
         ProcessSpec(
-            "inference", (*_COMMAND, "inference"), env={**shared, MODEL_VARIABLE: str(model)}, restarts=3
+            "inference", command_of("inference"), env={**shared, MODEL_VARIABLE: str(model)}, restarts=3
         ),
         ProcessSpec(
             "gateway",
-            (*_COMMAND, "gateway"),
+            command_of("gateway"),
             env={
                 **shared,
                 "ERNIE_MULTI_GATEWAY_PORT": str(port),
@@ -154,7 +166,8 @@ def status(out: Path) -> None:
     if not processes:
         print(f"nothing runs in {out}")
         return
-    table = Table("process", "state", "pid", "port", "restarts", "log")
+    table = Table("process", "state", "pid", "port", "restarts")
+    table.add_column("log", overflow="fold")
     for process in processes:
         port = "" if process.port is None else str(process.port)
         table.add_row(process.name, process.state, str(process.pid), port, str(process.restarts), process.log)

@@ -69,9 +69,9 @@ def sparse_swiglu_reference(
 
 
 def _grouped(rows_Rd: Tensor, weight_Eod: Tensor, offsets_E: Tensor) -> Tensor:
-    # grouped_mm wants at least one row, and its result beyond the last offset is not defined.
+    # grouped_mm wants at least one row. A product of none keeps the graph whole.
     if len(rows_Rd) == 0:
-        return rows_Rd.new_zeros(0, weight_Eod.shape[1])
+        return rows_Rd @ weight_Eod[0].T
     return F.grouped_mm(rows_Rd, weight_Eod.transpose(1, 2), offs=offsets_E)
 
 

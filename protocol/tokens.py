@@ -232,8 +232,8 @@ class TokenSequence:
 
         ``begin_sample``, then a role marker at each change of role; media between their begin and end
         markers, text bare, with a separator between neighbouring sequences of one role; a generated picture's
-        grid marker precedes its codes; a run of targets ends with ``end_turn``. A marker is a target when it has to be generated: inside a run of targets,
-        all but the role marker that opens it.
+        grid marker precedes its codes; a run of targets ends with ``end_turn``. A marker is a target when it
+        has to be generated: inside a run of targets, all but the role marker that opens it.
         """
         marker = vocabulary.marker
         yield marker("begin_sample"), False

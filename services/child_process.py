@@ -1,18 +1,19 @@
 """Child processes that can't outlive their parent.
 
-On Linux the kernel is asked to signal the child when the parent's thread ends (``prctl(PR_SET_PDEATHSIG)``), so even
-``kill -9`` of the parent leaves nothing behind; elsewhere an exit hook has to do. The child sets this up itself,
-in a tiny interpreter that then becomes the wanted program: code run between fork and exec of a process with
-threads may deadlock.
+On Linux the kernel is asked to signal the child when the parent's thread ends
+(``prctl(PR_SET_PDEATHSIG)``), so even ``kill -9`` of the parent leaves nothing behind; elsewhere an exit
+hook has to do. The child sets this up itself, in a tiny interpreter that then becomes the wanted program:
+code run between fork and exec of a process with threads may deadlock.
 
-The signal follows the *thread* that started the child, so by default only children of the main thread are tied;
-a thread that lives as long as its process may ask for it.
+The signal follows the *thread* that started the child, so by default only children of the main thread are
+tied; a thread that lives as long as its process may ask for it.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -47,10 +48,18 @@ def start_child(
     """Start ``argv``; it gets ``death_signal`` when this process dies.
 
     ``env`` is the whole environment (default: this process's). Stdin is empty; stdout and stderr both go to
-    ``output``. With ``own_group`` a Ctrl-C in the terminal does not reach the child, so its parent decides when it
-    stops.
+    ``output``. With ``own_group`` a Ctrl-C in the terminal does not reach the child, so its parent decides
+    when it stops.
+
+    Raises:
+        OSError: the program is not there or can't be run.
     """
     command = list(argv)
+    search = None if env is None else env.get("PATH")
+    if os.sep not in command[0] and shutil.which(command[0], path=search) is None:
+        raise FileNotFoundError(f"program {command[0]!r} is not on the PATH")
+    if os.sep in command[0] and cwd is None and not os.access(command[0], os.X_OK):
+        raise FileNotFoundError(f"program {command[0]!r} does not exist or can't be run")
     if tie is None:
         tie = threading.current_thread() is threading.main_thread()
     if tie and sys.platform == "linux":

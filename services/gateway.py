@@ -26,6 +26,7 @@ from ernie5.protocol.settings import load_settings
 from ernie5.protocol.tokens import TokenSpan
 from ernie5.protocol.vocabulary import UnifiedVocabulary
 from ernie5.services.answer import AnswerReader
+from ernie5.services.api_page import add_page
 from ernie5.services.chat import Answer, openai_error, pieces_of
 from ernie5.services.conversation import count_tokens, read_conversation
 from ernie5.services.gateway_settings import GatewaySettings
@@ -204,9 +205,11 @@ def create_gateway(
         title="ernie-multi gateway",
         description="OpenAI's API over ernie-multi.",
         lifespan=lifespan,
+        docs_url=None,
         redoc_url=None,
     )
     install(app, settings, metrics, openai_error)
+    add_page(app)
 
     @app.get("/v1/models", tags=["openai"], summary="Models that running workers serve")
     async def models() -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Ingest: walks a corpus in its order and adds the samples to the streams of a run.
 
-The order is a pure function of (seed, epoch, position), and the cursor lies in Redis beside the data: an ingest
-that starts, or finds that Redis has lost something, goes on from what Redis and the trainer say, never from its own
-memory alone.
+The order is a pure function of (seed, epoch, position), and the cursor lies in Redis beside the data: an
+ingest that starts, or finds that Redis has lost something, goes on from what Redis and the trainer say,
+never from its own memory alone.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from ernie5.corpora.order import position_to_index
 from ernie5.protocol.errors import InvalidInputError, InvalidMediaError, MediaTooLargeError, UnavailableError
@@ -29,15 +30,23 @@ _POLL_S = 0.02
 _LONGEST_PAUSE_S = 2.0
 # A trainer publishes its position every second, so after a loss it is back by then.
 _POSITION_GRACE_S = 3.0
-# Below this share of high_water the other marks don't hold ingest up: the trainer must be able to reach its next
-# checkpoint, however few samples Redis should hold.
+# Below this share of high_water the other marks don't hold ingest up: the trainer must be able to reach its
+# next checkpoint, however few samples Redis should hold.
 _FLOOR = 8
+
+
+class Corpus(Protocol):
+    """Samples by index."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Sample: ...
 
 
 @dataclass(slots=True)
 class IngestMetrics:
-    """Totals of one walk: samples ``added`` (known ones not counted), of which ``cached`` were published at once;
-    ``unreadable`` ones; ``waits`` for the trainer or for memory; ``rewinds`` after a loss."""
+    """Totals of one walk: samples ``added`` (known ones not counted), of which ``cached`` were published at
+    once; ``unreadable`` ones; ``waits`` for the trainer or for memory; ``rewinds`` after a loss."""
 
     added: int = 0
     cached: int = 0
@@ -50,16 +59,17 @@ class IngestMetrics:
 class Ingest:
     """Walks ``corpus`` for a run.
 
-    ``epochs`` bounds the walk (default: endless). ``high_water`` bounds the samples added and not yet consumed;
-    above ``entry_mark`` samples that no checkpoint covers the trainer is asked for one. ``memory_share`` of
-    Redis's ``maxmemory`` (``memory_limit`` bytes where it has none) bounds everything. ``root`` is the folder that
-    references lie in. ``order`` maps (seed, epoch, position, length) to an index of the corpus.
+    ``epochs`` bounds the walk (default: endless). ``high_water`` bounds the samples added and not yet
+    consumed; above ``entry_mark`` samples that no checkpoint covers the trainer is asked for one.
+    ``memory_share`` of Redis's ``maxmemory`` (``memory_limit`` bytes where it has none) bounds everything.
+    ``root`` is the folder that references lie in. ``order`` maps (seed, epoch, position, length) to an
+    index of the corpus.
     """
 
     def __init__(
         self,
         stream: Producer,
-        corpus: Sequence[Sample],
+        corpus: Corpus,
         *,
         seed: int = 0,
         name: str = "",
@@ -77,9 +87,11 @@ class Ingest:
     ) -> None:
         if high_water < 1 or batch_size < 1 or entry_mark <= high_water:
             raise InvalidInputError(
-                f"high_water {high_water} and batch_size {batch_size} must be at least 1, entry_mark {entry_mark} "
-                "above high_water"
+                f"high_water {high_water} and batch_size {batch_size} must be at least 1, "
+                f"entry_mark {entry_mark} above high_water"
             )
+        if epochs is not None and epochs < 1:
+            raise InvalidInputError(f"epochs {epochs} is below 1", param="epochs")
         if not len(corpus):
             raise InvalidInputError("the corpus is empty", param="corpus")
         self.stream = stream
@@ -188,7 +200,8 @@ class Ingest:
         """Drop the spans that were used least recently, about a quarter of them."""
         _, left = self.stream.shrink_cache(1 << 62)
         evicted, left = self.stream.shrink_cache(left * 3 // 4)
-        logger.warning("ingest: Redis is nearly full; %d cached spans dropped, %d bytes left", evicted, left)
+        if evicted:
+            logger.info("ingest: Redis is nearly full; %d cached spans dropped, %d bytes left", evicted, left)
 
     def _add(self, cursor: int, room: int) -> bool:
         batch: list[tuple[int, Sample | Failure]] = []
@@ -204,9 +217,7 @@ class Ingest:
             if size >= self.batch_bytes:
                 break
         try:
-            added = self.stream.add_samples(
-                batch, expected_cursor=cursor, new_cursor=cursor + len(batch)
-            )
+            added = self.stream.add_samples(batch, expected_cursor=cursor, new_cursor=cursor + len(batch))
         except StreamFullError:
             self._make_space()
             self.stream.ask_checkpoint()
@@ -236,7 +247,8 @@ class Ingest:
 def resolve_references(sample: Sample, root: Path | None) -> Sample:
     """The sample with the files that its segments refer to read in.
 
-    A reference is a relative path inside ``root``. Tokenizer services run anywhere, so media travel, not paths.
+    A reference is a relative path inside ``root``. Tokenizer services run anywhere, so media travel, not
+    paths.
 
     Raises:
         InvalidInputError: a reference outside ``root``, or none is given.
@@ -255,7 +267,9 @@ def resolve_references(sample: Sample, root: Path | None) -> Sample:
 
 def _read_reference(segment: Segment, reference: str, root: Path | None) -> Segment:
     if root is None:
-        raise InvalidInputError(f"reference {reference!r} can't be read: the corpus names no folder", param="root")
+        raise InvalidInputError(
+            f"reference {reference!r} can't be read: the corpus names no folder", param="root"
+        )
     base = root.resolve()
     path = (base / reference).resolve()
     if Path(reference).is_absolute() or not path.is_relative_to(base):

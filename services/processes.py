@@ -1,7 +1,7 @@
 """Supervised local processes of a run: start in order, wait until ready, restart, stop cleanly.
 
-Each process has its log in ``RUN/logs/NAME.log`` and a record in ``RUN/processes/NAME.json``, so that another command
-can show or stop what runs. Children die with their supervisor, however it ends.
+Each process has its log in ``RUN/logs/NAME.log`` and a record in ``RUN/processes/NAME.json``, so that
+another command can show or stop what runs. Children die with their supervisor, however it ends.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _RESTART_PAUSE_S = 1.0
 class ProcessSpec:
     """What to run.
 
-    ``env`` is added to the supervisor's environment. ``ready`` is a URL that answers 2xx or a function that answers
-    True; without it a process that lives counts as ready. ``port`` is shown in the status only. After an unasked end
-    the process is started again up to ``restarts`` times.
+    ``env`` is added to the supervisor's environment. ``ready`` is a URL that answers 2xx or a function that
+    answers True; without it a process that lives counts as ready. ``port`` is shown in the status only.
+    After an unasked end the process is started again up to ``restarts`` times.
     """
 
     name: str
@@ -62,8 +62,8 @@ class ProcessSpec:
 
 @dataclass(frozen=True, slots=True)
 class ProcessStatus:
-    """One process as its record tells: ``state`` is ``running``, ``starting``, ``ended`` or ``gone`` (its record is
-    there, it isn't)."""
+    """One process as its record tells: ``state`` is ``running``, ``starting``, ``ended`` or ``gone`` (its
+    record is there, it isn't)."""
 
     name: str
     state: str
@@ -117,7 +117,8 @@ class Supervisor:
         """Start processes one after another, each ready before the next.
 
         Raises:
-            UnavailableError: one ended, or was not ready in time; the message has the end of its log. What was started
+            UnavailableError: one ended, or was not ready in time; the message has the end of its log. What
+            was started
                 before it keeps running until :meth:`stop`.
         """
         for spec in specs:
@@ -135,7 +136,8 @@ class Supervisor:
         while not self._stopping.is_set():
             if child.ended():
                 raise UnavailableError(
-                    f"{spec.name} ended with status {child.exit_status} before it was ready; {child.last_words()}"
+                    f"{spec.name} ended with status {child.exit_status} before it was ready; "
+                    f"{child.last_words()}"
                 )
             if child.is_ready():
                 child.state = "running"
@@ -156,11 +158,7 @@ class Supervisor:
                 continue
             with self._lock:
                 for child in self._children.values():
-                    if child.state == "running" and child.ended():
-                        logger.warning("%s ended with status %s", child.spec.name, child.exit_status)
-                        if child.restarts < child.spec.restarts and child.exit_status != 0:
-                            child.restarts += 1
-                            child.restart_at = time.monotonic() + _RESTART_PAUSE_S * child.restarts
+                    child.ended()
                     if child.restart_at is not None and time.monotonic() >= child.restart_at:
                         child.restart_at = None
                         # This thread lives as long as the supervisor, so the child may be tied to it.
@@ -227,6 +225,7 @@ class _Child:
         self.restarts = 0
         self.restart_at: float | None = None
         self.started_at = 0.0
+        self._asked_to_stop = False
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, *, in_watcher: bool) -> None:
@@ -253,6 +252,11 @@ class _Child:
         status = self._process.poll()
         if status is None:
             return False
+        if self.state == "running" and not self._asked_to_stop:
+            logger.warning("%s ended with status %d; see %s", self.spec.name, status, self.log)
+            if status != 0 and self.restarts < self.spec.restarts:
+                self.restarts += 1
+                self.restart_at = time.monotonic() + _RESTART_PAUSE_S * self.restarts
         self.exit_status, self.state = status, "ended"
         _kill_group(self._process.pid)
         self._process = None
@@ -272,7 +276,7 @@ class _Child:
             return False
 
     def stop(self) -> int | None:
-        self.restart_at = None
+        self._asked_to_stop, self.restart_at = True, None
         process = self._process
         if process is not None and not self.ended():
             process.terminate()
@@ -395,7 +399,12 @@ def _identity(pid: int) -> dict[str, Any]:
 def _born(pid: int) -> str | None:
     try:
         # Field 22 (start time in ticks since boot); the name in field 2 may hold spaces and brackets.
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19]
+        return (
+            Path(f"/proc/{pid}/stat")
+            .read_text(encoding="utf-8", errors="replace")
+            .rpartition(")")[2]
+            .split()[19]
+        )
     except (OSError, IndexError):
         return None
 

@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 import socket
+from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -87,12 +88,23 @@ class RayRuntime:
             self.stop()
             raise UnavailableError(f"Ray did not start: {error}") from error
 
-    def deploy(self, name: str, application: Any, route_prefix: str) -> None:
-        """Run an application at ``route_prefix`` and wait until it is ready."""
+    def deploy(self, applications: Mapping[str, Any]) -> None:
+        """Run applications, each at ``/name``, all at once, and wait until they are ready.
+
+        Raises:
+            UnavailableError: one of them does not start.
+        """
         from ray import serve
 
-        self._deployed.append(name)
-        serve.run(application, name=name, route_prefix=route_prefix, blocking=False)
+        self._deployed += applications
+        targets = [
+            serve.RunTarget(application, name=name, route_prefix=f"/{name}")
+            for name, application in applications.items()
+        ]
+        try:
+            serve.run_many(targets)
+        except RuntimeError as error:
+            raise UnavailableError(f"{', '.join(applications)} did not start: {error}") from error
 
     def stop(self) -> None:
         """Drain and end everything that this runtime started; safe to call twice."""
@@ -107,6 +119,7 @@ class RayRuntime:
                     serve.delete(name)
             self._deployed.clear()
             if self._own:
+                _hush()
                 with contextlib.suppress(Exception):
                     serve.shutdown()
             ray.shutdown()
@@ -151,6 +164,15 @@ def _require_free(host: str, port: int) -> None:
             raise UnavailableError(
                 f"{host}:{port} can't be used: {error.strerror}; choose another with --port", param="port"
             ) from None
+
+
+def _hush() -> None:
+    """Keep Ray from printing that its controller was killed, which is how Ray Serve ends."""
+    # Ray has no public switch for messages of this kind; without this one they are ugly, not harmful.
+    with contextlib.suppress(ImportError, AttributeError, KeyError):
+        from ray._private.ray_logging import global_worker_stdstream_dispatcher
+
+        global_worker_stdstream_dispatcher.remove_handler("ray_print_logs")
 
 
 def _processes_of(folders: RayFolders | None) -> list[psutil.Process]:

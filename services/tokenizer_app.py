@@ -21,6 +21,7 @@ from ernie5.protocol.modalities import MODALITIES
 from ernie5.protocol.spans_json import span_to_json
 from ernie5.protocol.tokens import TokenSpan
 from ernie5.protocol.wire import TOKENS_CONTENT_TYPE, encode_spans
+from ernie5.services.api_page import add_page
 from ernie5.services.batching import Batcher
 from ernie5.services.http_common import HttpMetrics, NotAcceptableError, accepted_types, install
 from ernie5.services.media_requests import MediaReader, read_spans
@@ -100,9 +101,11 @@ def create_app(
         description=f"Turns {', '.join(tokenizer.modalities)} into unified tokens and back.",
         version=tokenizer.hash[:12],
         lifespan=lifespan,
+        docs_url=None,
         redoc_url=None,
     )
     install(app, settings, metrics)
+    add_page(app)
 
     @app.post(
         "/v1/tokenize",

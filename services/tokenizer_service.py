@@ -155,10 +155,8 @@ def run_services(
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stop.set())
     with RayRuntime(settings) as runtime:
+        runtime.deploy({name: application(name, settings) for name in names})
         for name in names:
-            if stop.is_set():
-                break
-            runtime.deploy(name, application(name, runtime.settings), f"/{name}")
             print(
                 f"{name} tokenizer ready at {runtime.url}/{name} (API: {runtime.url}/{name}/docs)", flush=True
             )

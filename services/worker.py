@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol, TypeVar
 
 from ernie5.protocol.errors import (
@@ -53,8 +54,9 @@ class Encoder(Protocol):
 class DrainMetrics:
     """Totals of one loop.
 
-    ``entries`` settled, of which ``encoded`` were tokenised and ``reused`` had their span already (in the cache or
-    in the same batch); ``buried`` ended as dead letters; ``retried`` went back with an attempt counted.
+    ``entries`` settled, of which ``encoded`` were tokenised and ``reused`` had their span already (in the
+    cache or in the same batch); ``buried`` ended as dead letters; ``retried`` went back with an attempt
+    counted.
     """
 
     batches: int = 0
@@ -83,9 +85,9 @@ def drain(
 ) -> DrainMetrics:
     """Tokenise the entries of the tokenizer's service until ``stop_event``; blocks.
 
-    Spans carry features and latent as asked. ``on_metrics`` gets a copy of the totals after each batch. On a stop the
-    batch in hand is finished, or handed back where it has not begun. ``replace_tokenizer`` takes over a run
-    that used another tokenizer.
+    Spans carry features and latent as asked. ``on_metrics`` gets a copy of the totals after each batch. On
+    a stop the batch in hand is finished, or handed back where it has not begun. ``replace_tokenizer`` takes
+    over a run that used another tokenizer.
 
     Raises:
         TokenizerMismatchError: the run uses another tokenizer for one of the modalities.
@@ -145,7 +147,7 @@ class _Drain:
                     continue
                 with lease.hold(entries):
                     if self.stop.is_set():
-                        self._persist(lambda entries=entries: self.stream.release(entries))
+                        self._persist(partial(self.stream.release, entries))
                         break
                     self._settle(entries)
                 self.metrics.batches += 1
@@ -166,7 +168,7 @@ class _Drain:
         keys = {entry.entry_id: self._cache_key(entry) for entry in entries}
         # Without an answer everything is tokenised; the same codes come out.
         with contextlib.suppress(UnavailableError):
-            cached = self.stream.cached(sorted(set(keys.values())))
+            cached = self.stream.cache.present(keys.values())
         first: dict[str, WorkEntry] = {}
         for entry in entries:
             if keys[entry.entry_id] not in cached:
@@ -191,7 +193,7 @@ class _Drain:
 
     def _complete(self, completions: list[Completion], spans: dict[str, bytes]) -> None:
         while completions:
-            answer = self._persist(lambda: self.stream.complete_many(completions))
+            answer = self._persist(partial(self.stream.complete_many, completions))
             if answer is None:
                 return  # stopped without Redis: the entries are claimed by others
             published, evicted = answer
@@ -223,28 +225,28 @@ class _Drain:
                 results[entry.entry_id] = self._permanent(entry, error)
             else:
                 good.append(entry)
-        outcomes = self._call(good)
-        if outcomes is None:  # the batch as a whole went wrong: whose fault was it?
-            outcomes = [(self._call([entry], last=True) or [None])[0] for entry in good]
+        try:
+            outcomes = self._call(good)
+        except Exception as error:  # the batch as a whole went wrong: whose fault was it?
+            logger.warning("%s worker: a batch of %d failed: %r", self.service, len(good), error)
+            outcomes = [self._call_alone(entry) for entry in good]
         for entry, outcome in zip(good, outcomes, strict=True):
             # An error of the medium itself is tried again in place: no other replica would do better.
             attempts = entry.attempts
             while isinstance(outcome, InvalidInputError) and attempts < self.stream.max_attempts:
                 attempts += 1
-                outcome = (self._call([entry], last=True) or [None])[0]
+                outcome = self._call_alone(entry)
             if isinstance(outcome, InvalidInputError):
                 results[entry.entry_id] = self._permanent(entry, outcome)
             elif isinstance(outcome, bytes):
                 results[entry.entry_id] = outcome
                 self.metrics.encoded += 1
             else:
-                results[entry.entry_id] = Failure.of(outcome or "the tokenizer gave no result")
+                results[entry.entry_id] = Failure.of(outcome)
         return results
 
-    def _call(
-        self, entries: Sequence[WorkEntry], last: bool = False
-    ) -> list[bytes | BaseException] | None:
-        """Encoded spans or errors; None when the call as a whole raised (with ``last``: that error)."""
+    def _call(self, entries: Sequence[WorkEntry]) -> list[bytes | Exception]:
+        """An encoded span or an error for each entry; raises what the tokenizer raises."""
         if not entries:
             return []
         started = time.monotonic()
@@ -254,11 +256,14 @@ class _Drain:
             if len(spans) != len(entries):
                 raise RuntimeError(f"the tokenizer gave {len(spans)} results for {len(entries)} segments")
             return [encode_span(span) if isinstance(span, TokenSpan) else span for span in spans]
-        except Exception as error:
-            logger.warning("%s worker: a batch of %d failed: %r", self.service, len(entries), error)
-            return [error] if last else None
         finally:
             self.metrics.encode_s += time.monotonic() - started
+
+    def _call_alone(self, entry: WorkEntry) -> bytes | Exception:
+        try:
+            return self._call([entry])[0]
+        except Exception as error:
+            return error
 
     def _permanent(self, entry: WorkEntry, error: BaseException | str) -> Failure:
         return Failure.of(error, attempts=max(self.stream.max_attempts, entry.attempts))

@@ -153,7 +153,9 @@ class InferenceEngine:
             total = 0
             while self._waiting and len(batch) < len(self.cache.free):
                 answer, layout = self._waiting[0]
-                if answer.subnetwork != subnetwork or (batch and total + len(layout) > self.prefill_positions):
+                if answer.subnetwork != subnetwork or (
+                    batch and total + len(layout) > self.prefill_positions
+                ):
                     break
                 batch.append(self._waiting.popleft())
                 total += len(layout)
@@ -162,12 +164,12 @@ class InferenceEngine:
                 answer.length = answer.prompt_tokens = len(layout)
                 self._running[answer.request.id] = answer
                 self.cache.hidden[answer.slot].zero_()
-                self.cache.hidden[answer.slot, : len(layout)] = torch.from_numpy(layout.hidden.astype(np.int64))
+                self.cache.hidden[answer.slot, : len(layout)] = torch.from_numpy(
+                    layout.hidden.astype(np.int64)
+                )
             self._prefill(batch, total, events)
 
-    def _prefill(
-        self, batch: list[tuple[Answer, SampleLayout]], total: int, events: list[Event]
-    ) -> None:
+    def _prefill(self, batch: list[tuple[Answer, SampleLayout]], total: int, events: list[Event]) -> None:
         model, config = self.model, self.model.config
         row = pack([[layout for _, layout in batch]], total, config)
         plan = row.plan()
@@ -189,7 +191,9 @@ class InferenceEngine:
             if answer.open_medium and modality_of(answer.open_medium).layout == "codebooks"
         ]
         drawn = _DrawnCodes(
-            self, [answer for answer, _ in sounding], torch.tensor([at for _, at in sounding], dtype=torch.long)
+            self,
+            [answer for answer, _ in sounding],
+            torch.tensor([at for _, at in sounding], dtype=torch.long),
         )
         first = batch[0][0].subnetwork
         hidden = model.run(
@@ -251,9 +255,7 @@ class InferenceEngine:
 
     # -- decisions ----------------------------------------------------------------------------------
 
-    def _decide(
-        self, answer: Answer, hidden: Tensor, frame: Tensor | None, events: list[Event]
-    ) -> None:
+    def _decide(self, answer: Answer, hidden: Tensor, frame: Tensor | None, events: list[Event]) -> None:
         """Choose what a request says or feeds next, given the hidden states ``[n, d]`` of its last chunk."""
         if answer.open_medium is None:
             self._decide_text(answer, hidden, events)
@@ -274,9 +276,7 @@ class InferenceEngine:
             return
         logits = self.model.text_logits(hidden[-1])
         logits = logits.masked_fill(~allowed_ids(answer, self.vocabulary), -torch.inf)
-        token = draw(
-            logits, float(answer.uniforms(1)[0]), params.temperature, params.top_p, params.top_k
-        )
+        token = draw(logits, float(answer.uniforms(1)[0]), params.temperature, params.top_p, params.top_k)
         if token == self._markers["end_turn"] or token in params.stop_ids:
             self._finish(answer, "stop", events)
             return
@@ -415,4 +415,6 @@ class _Both:
     def choose(self, level: int, logits: Tensor) -> Tensor:
         split = len(self.forced.at)
         choices: list[Callable[[int, Tensor], Tensor]] = [self.forced.choose, self.drawn.choose]
-        return torch.cat([choose(level, part) for choose, part in zip(choices, (logits[:split], logits[split:]))])
+        return torch.cat(
+            [choose(level, part) for choose, part in zip(choices, (logits[:split], logits[split:]))]
+        )

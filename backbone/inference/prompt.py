@@ -65,4 +65,3 @@ def _replay_token(
     answer.usage["text"] += 1
     answer.anything = True
     builder.marker(token, False)
-

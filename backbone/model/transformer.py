@@ -104,7 +104,12 @@ class Backbone(nn.Module):
 
         teacher = TeacherForcing(batch.audio_at, batch.audio_target)
         hidden = self.run(
-            self.embeddings(batch), batch.positions, attend, routing or Routing(), layers=layers, audio=teacher
+            self.embeddings(batch),
+            batch.positions,
+            attend,
+            routing or Routing(),
+            layers=layers,
+            audio=teacher,
         )
         flat = hidden.flatten(0, 1)
         return Outputs(

@@ -28,7 +28,9 @@ FORMAT = 1
 def save_model(folder: Path, model: Backbone, tokenizers: Mapping[str, str]) -> None:
     """Write ``config.json`` and ``model.safetensors``; ``tokenizers`` maps service to tokenizer hash."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, folder / "model.safetensors")
+    save_file(
+        {name: value.contiguous() for name, value in model.state_dict().items()}, folder / "model.safetensors"
+    )
     head = {
         "format": FORMAT,
         "architecture": "ernie-multi-backbone",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 
 
-def warmup_stable_decay(step: int, steps: int, *, warmup: int, decay: float = 0.3, floor: float = 0.0) -> float:
+def warmup_stable_decay(
+    step: int, steps: int, *, warmup: int, decay: float = 0.3, floor: float = 0.0
+) -> float:
     """WSD factor in [0, 1]: linear warm-up, constant, then a cosine over the last ``decay`` share.
 
     The report trains with a warm-up of 2,000 steps, a constant phase and a later cosine (section 3).

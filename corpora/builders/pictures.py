@@ -110,9 +110,9 @@ def emoji_pictures(
     by_code = {emoji.code: emoji for emoji in emoji_names(home, languages)}
     for file in sorted(folder.iterdir()):
         code = "-".join(part.lstrip("0") for part in file.stem.lower().split("-") if part != "fe0f")
-        if code in by_code:
+        if code in by_code:  # once: some files differ in a variation selector alone
             with Image.open(file) as opened:
-                yield by_code[code], opened.convert("RGBA")
+                yield by_code.pop(code), opened.convert("RGBA")
 
 
 def fit_on_white(picture: Image, side: int, margin: float = 0.04) -> Image:

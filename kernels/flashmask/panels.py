@@ -1,6 +1,6 @@
-"""The portable backend: panels of 128 query rows, each against the hull of the columns it sees.
+"""The portable backend: panels of 64 query rows, each against the hull of the columns it sees.
 
-Panels whose hulls are equally wide (rounded to 128 columns) run as one batched
+Panels whose hulls are equally wide (rounded to 64 columns) run as one batched
 ``scaled_dot_product_attention``. Packed rows of short documents have hulls of a few hundred columns, so the
 cost grows with the visible area and not with N^2. Masks of buckets are kept in the plan while they are
 small, so all layers share them.
@@ -21,7 +21,7 @@ _KEEP_MASK_BELOW = 64 << 20  # elements of all bucket masks of one plan
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Panels of one hull width: flat query rows ``[P, 128]``, flat key rows ``[P, W]``, bounds ``[P]``."""
+    """Panels of one hull width: flat query rows ``[P, 64]``, flat key rows ``[P, W]``, bounds ``[P]``."""
 
     query_rows: Tensor
     key_rows: Tensor
@@ -105,8 +105,8 @@ def _buckets(plan: MaskPlan, columns: int) -> list[_Bucket]:
 
 
 def _bucket_mask(plan: MaskPlan, index: int, bucket: _Bucket, columns: int) -> tuple[Tensor, Tensor]:
-    """Visibility ``[P, 1, 128, W]`` (rows that see nothing see all, to keep softmax finite) and whether a
-    row sees anything, ``[P, 1, 128, 1]``."""
+    """Visibility ``[P, 1, 64, W]`` (rows that see nothing see all, to keep softmax finite) and whether a
+    row sees anything, ``[P, 1, 64, 1]``."""
     name = f"mask{index}"
     if name in plan._cache:
         return plan._cache[name]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BLOCK = 128
+BLOCK = 64
 
 
 @dataclass(eq=False)
@@ -23,7 +23,7 @@ class MaskPlan:
         intervals: int32 ``[B, M, Nk, K, 2]``; query rows in ``[start, end)`` do not see the column. Empty
             intervals have ``start == end``.
         rows: number of query rows, Nq.
-        tiles: bool ``[B, M, ceil(Nq / 128), ceil(Nk / 128)]``; False where no query of the tile sees any
+        tiles: bool ``[B, M, ceil(Nq / 64), ceil(Nk / 64)]``; False where no query of the tile sees any
             key of it. A True tile may still be empty when only the union of several intervals hides it:
             the test is sound, not complete.
     """

@@ -1,7 +1,7 @@
 """Server-side Lua scripts: each runs atomically; all share ``common.lua``.
 
-A script takes no declared keys: names of samples and cached spans follow from its arguments, and the stream needs
-one primary anyway. ``flags=allow-oom`` lets the scripts that free memory run on a full server.
+A script takes no declared keys: names of samples and cached spans follow from its arguments, and the stream
+needs one primary anyway. ``flags=allow-oom`` lets the scripts that free memory run on a full server.
 """
 
 from __future__ import annotations

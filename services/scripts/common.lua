@@ -119,12 +119,13 @@ local function forget(ordinal)
 end
 
 -- Evicts the spans that were not touched for longest until the cache fits `limit`; spans that samples not yet
--- consumed may refer to are kept (all of those were touched since the next sample to consume was added).
+-- consumed may refer to are kept (those were touched since the next sample to consume was added).
 local function evict(limit, at)
   local size = tonumber(redis.call('GET', cache .. ':bytes') or '0')
   if size <= limit then return 0 end
   local consumed = redis.call('HGET', key('position'), 'consumed') or '0'
-  local guard = redis.call('HGET', sample_key(consumed), 'at') or (at - 60000)
+  local next_open = redis.call('ZRANGEBYSCORE', key('open'), consumed, '+inf', 'LIMIT', 0, 1)[1]
+  local guard = next_open and redis.call('HGET', sample_key(next_open), 'at') or string.format('%d', at + 1)
   local oldest = redis.call('ZRANGEBYSCORE', cache .. ':lru', '-inf', '(' .. guard, 'LIMIT', 0, 256)
   local evicted = 0
   for _, name in ipairs(oldest) do

@@ -11,6 +11,7 @@
         feed.commit(position_of_checkpoint)
 """
 
+from ernie5.services.cache import DEFAULT_CACHE_BYTES, span_cache_key, variant_of
 from ernie5.services.streams.feed import TokenFeed
 from ernie5.services.streams.keys import (
     REQUESTS,
@@ -22,11 +23,9 @@ from ernie5.services.streams.keys import (
     Tombstone,
     WorkEntry,
     reply_key,
-    span_cache_key,
-    variant_of,
 )
 from ernie5.services.streams.producer import AddedSamples, IngestView, Producer
-from ernie5.services.streams.run import DEFAULT_CACHE_BYTES, RunStream
+from ernie5.services.streams.run import RunStream
 from ernie5.services.streams.work import Completion, WorkQueue
 
 

@@ -1,9 +1,9 @@
 """Ordered delivery to the trainer.
 
-A thread reads ``{run}:tokens`` as entries arrive, in any order, keeps those that are still wanted, fetches and
-decodes the spans of the next few in order, publishes how far the trainer has come, trims what a checkpoint covers,
-and asks ingest to go again where something is missing. The trainer's own thread only takes from a queue, so
-back-pressure needs no help from it.
+A thread reads ``{run}:tokens`` as entries arrive, in any order, keeps those that are still wanted, fetches
+and decodes the spans of the next few in order, publishes how far the trainer has come, trims what a
+checkpoint covers, and asks ingest to go again where something is missing. The trainer's own thread only
+takes from a queue, so back-pressure needs no help from it.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ import logging
 import threading
 import time
 import uuid
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 
-from ernie5.protocol.errors import InvalidInputError, UnavailableError, WireError
+from ernie5.protocol.errors import InvalidInputError, UnavailableError
 from ernie5.protocol.tokens import TokenSegment, TokenSequence, TokenSpan
-from ernie5.protocol.wire import decode_span
+from ernie5.services.cache import SpanCache
 from ernie5.services.redis_client import unavailable_on_loss
 from ernie5.services.streams.head import read_head
-from ernie5.services.streams.keys import CACHE_PREFIX, Failure, Position, Tombstone
+from ernie5.services.streams.keys import Failure, Position, Tombstone
 from ernie5.services.streams.run import RunStream
 
 logger = logging.getLogger(__name__)
@@ -39,11 +38,12 @@ class TokenFeed:
     """Yields ``(position, TokenSequence | Tombstone)`` in dense (epoch, position) order from any start.
 
     Use it as a context manager and iterate. ``length`` is the epoch's (default: what ingest has registered;
-    the feed waits for it). ``prefetch`` samples are decoded ahead. ``on_checkpoint_asked`` is called once, from the
-    feed's thread, each time producers ask for a checkpoint; :attr:`checkpoint_asked` says the same.
+    the feed waits for it). ``prefetch`` samples are decoded ahead. ``on_checkpoint_asked`` is called once,
+    from the feed's thread, each time producers ask for a checkpoint; :attr:`checkpoint_asked` says the
+    same.
 
-    Handing out a sample counts it as consumed. :meth:`commit` says that a checkpoint covers all samples before
-    a position, and what it covers is trimmed. ``end`` (exclusive) ends the iteration.
+    Handing out a sample counts it as consumed. :meth:`commit` says that a checkpoint covers all samples
+    before a position, and what it covers is trimmed. ``end`` (exclusive) ends the iteration.
 
     Raises, from the iterator:
         UnavailableError: nothing came for ``timeout_s`` (default: wait for ever).
@@ -73,7 +73,7 @@ class TokenFeed:
         self._probe_s = probe_s
         self._timeout_s = timeout_s
         self._on_checkpoint_asked = on_checkpoint_asked
-        self._spans = _SpanStore(stream, decoded_cache_bytes)
+        self._spans = SpanCache(stream.client, decoded_cache_bytes)
 
         self._changed = threading.Condition()
         self._ready: dict[int, TokenSequence | Tombstone] = {}  # decoded, in order from _consumed on
@@ -93,7 +93,7 @@ class TokenFeed:
         self._missing_since: float | None = None
         self._thread = threading.Thread(target=self._work, name="token-feed", daemon=True)
 
-    # -- the trainer's side ---------------------------------------------------------------------------------------
+    # -- the trainer's side ------------------------------------------------------------------------
 
     def __enter__(self) -> TokenFeed:
         if self._length is not None:
@@ -133,8 +133,8 @@ class TokenFeed:
                 wait = None if deadline is None else deadline - time.monotonic()
                 if wait is not None and wait <= 0:
                     raise UnavailableError(
-                        f"no sample came for {self._timeout_s} s; waiting for ordinal {self._consumed} of run "
-                        f"{self.stream.keys.run!r}. Are ingest and the tokenizer services up?"
+                        f"no sample came for {self._timeout_s} s; waiting for ordinal {self._consumed} of "
+                        f"run {self.stream.keys.run!r}. Are ingest and the tokenizer services up?"
                     )
                 self._changed.wait(wait)
             position = Position.of(self._consumed, self._known_length())
@@ -143,7 +143,8 @@ class TokenFeed:
             return position, value
 
     def commit(self, position: Position | tuple[int, int]) -> None:
-        """A checkpoint covers all samples before ``position``. Returns at once; Redis is told as soon as it answers.
+        """A checkpoint covers all samples before ``position``. Returns at once; Redis is told as soon as it
+        answers.
 
         Raises:
             InvalidInputError: that sample has not been handed out yet.
@@ -186,7 +187,7 @@ class TokenFeed:
             self._end_ordinal = None if self._end is None else self._end.epoch * length + self._end.position
             self._changed.notify_all()
 
-    # -- the thread -----------------------------------------------------------------------------------------------
+    # -- the thread --------------------------------------------------------------------------------
 
     def _work(self) -> None:
         pause = 0.05
@@ -277,7 +278,8 @@ class TokenFeed:
             ordinal = self._decoded_to
             del self._entries[ordinal]
             if any(name not in spans for name in names):
-                # Evicted or damaged: this entry is void; the probe finds that out and has the sample made anew.
+                # Evicted or damaged: this entry is void; the probe finds that out and has the sample made
+                # anew.
                 return
             value = _assemble(entry, names, spans)
             self._decoded_to += 1
@@ -311,49 +313,8 @@ class TokenFeed:
             )
 
 
-class _SpanStore:
-    """Spans by cache key: decoded ones from memory (least recently used go first), others from Redis."""
-
-    def __init__(self, stream: RunStream, limit: int) -> None:
-        self._stream = stream
-        self._limit = limit
-        self._bytes = 0
-        self._decoded: OrderedDict[str, tuple[TokenSpan, int]] = OrderedDict()
-
-    @unavailable_on_loss
-    def fetch(self, names: set[str]) -> dict[str, TokenSpan]:
-        """The spans that exist; damaged ones are removed from Redis and left out."""
-        found: dict[str, TokenSpan] = {}
-        missing = []
-        for name in sorted(names):
-            if name in self._decoded:
-                self._decoded.move_to_end(name)
-                found[name] = self._decoded[name][0]
-            else:
-                missing.append(name)
-        if not missing:
-            return found
-        values = self._stream.client.mget([f"{CACHE_PREFIX}:{name}" for name in missing])
-        for name, value in zip(missing, values, strict=True):
-            if value is None:
-                continue
-            try:
-                span = decode_span(value)
-            except WireError as error:
-                logger.error("cached span %s is damaged and removed: %s", name, error)
-                self._stream.client.delete(f"{CACHE_PREFIX}:{name}")
-                continue
-            found[name] = span
-            self._decoded[name] = (span, len(value))
-            self._bytes += len(value)
-        while self._bytes > self._limit and self._decoded:
-            _, (_, size) = self._decoded.popitem(last=False)
-            self._bytes -= size
-        return found
-
-
 def _assemble(
-    entry: dict[bytes, bytes], names: list[str], spans: dict[str, TokenSpan]
+    entry: dict[bytes, bytes], names: list[str], spans: Mapping[str, TokenSpan]
 ) -> TokenSequence | Tombstone:
     head = read_head(entry[b"h"])
     if b"f" in entry:

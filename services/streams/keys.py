@@ -14,7 +14,6 @@ from ernie5.protocol.samples import Segment
 
 SERVICES: tuple[ServiceName, ...] = ("text", "audio", "vision")
 GROUP = "tokenizers"
-CACHE_PREFIX = "cache"
 REQUESTS = "requests"
 
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -29,10 +28,10 @@ def reply_key(request_id: str) -> str:
 class RunKeys:
     """Keys of one run; ``{run}`` is its name.
 
-    ``{run}:work:{service}`` media to tokenise; ``{run}:tokens`` assembled samples; ``{run}:dead`` dead letters;
-    ``{run}:position`` what the trainer has consumed and a checkpoint covers; ``{run}:ingest`` ingest's cursor;
-    ``{run}:control`` wishes of one side to the other; ``{run}:corpus``, ``{run}:tokenizers``,
-    ``{run}:counters``, ``{run}:open``, ``{run}:sample:{ordinal}`` see the scripts.
+    ``{run}:work:{service}`` media to tokenise; ``{run}:tokens`` assembled samples; ``{run}:dead`` dead
+    letters; ``{run}:position`` what the trainer has consumed and a checkpoint covers; ``{run}:ingest``
+    ingest's cursor; ``{run}:control`` wishes of one side to the other; ``{run}:corpus``,
+    ``{run}:tokenizers``, ``{run}:counters``, ``{run}:open``, ``{run}:sample:{ordinal}`` see the scripts.
     """
 
     run: str
@@ -40,7 +39,8 @@ class RunKeys:
     def __post_init__(self) -> None:
         if not _RUN.fullmatch(self.run):
             raise InvalidInputError(
-                f"run name {self.run!r} must be 1 to 64 letters, digits, '.', '_', '-', and start with a letter or digit",
+                f"run name {self.run!r} must be 1 to 64 letters, digits, '.', '_', '-', "
+                "and start with a letter or digit",
                 param="run",
             )
 
@@ -152,15 +152,3 @@ class WorkEntry:
     attempts: int
     segment: Segment | None
     error: ErnieMultiError | None = None
-
-
-def span_cache_key(media_hash: str, tokenizer: str, variant: str) -> str:
-    """Name of a cached span: media, tokenizer (its hash knows weights, device kind, dtype) and what it carries.
-
-    ``variant`` is ``f`` with features, ``l`` with the latent, ``-`` bare.
-    """
-    return f"{media_hash}:{tokenizer}:{variant}"
-
-
-def variant_of(*, features: bool, latent: bool) -> str:
-    return ("f" if features else "") + ("l" if latent else "") or "-"

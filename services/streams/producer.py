@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ernie5.protocol.errors import InvalidInputError
@@ -12,7 +12,7 @@ from ernie5.protocol.samples import Sample, Segment
 from ernie5.protocol.wire import encode_segment
 from ernie5.services.redis_client import unavailable_on_loss
 from ernie5.services.streams.head import bare_head, write_head
-from ernie5.services.streams.keys import CACHE_PREFIX, Failure
+from ernie5.services.streams.keys import Failure
 from ernie5.services.streams.run import RunStream
 
 _TOKENIZERS_FRESH_S = 1.0
@@ -22,8 +22,8 @@ _TOKENIZERS_FRESH_S = 1.0
 class AddedSamples:
     """What one call has done.
 
-    ``cursor`` is set, and nothing else was done, when Redis's cursor was not the expected one: another ingest is at
-    work, or Redis has lost its latest writes (-1: all of them).
+    ``cursor`` is set, and nothing else was done, when Redis's cursor was not the expected one: another
+    ingest is at work, or Redis has lost its latest writes (-1: all of them).
     """
 
     new: int = 0
@@ -76,10 +76,11 @@ class Producer(RunStream):
     ) -> AddedSamples:
         """Add samples atomically; each is ``(ordinal, sample)``, or a ``Failure`` where it could not be read.
 
-        Segments whose spans are cached are referred to; the others go to the work streams. A sample with nothing
-        missing is published at once; a failure becomes a tombstone and a dead letter, and so does a sample that
-        can't be written (unknown modality, unread reference, lone surrogate, unserialisable metadata). Adding a
-        sample again changes nothing, except that it is made anew where Redis has lost a part of it.
+        Segments whose spans are cached are referred to; the others go to the work streams. A sample with
+        nothing missing is published at once; a failure becomes a tombstone and a dead letter, and so does a
+        sample that can't be written (unknown modality, unread reference, lone surrogate, unserialisable
+        metadata). Adding a sample again changes nothing, except that it is made anew where Redis has lost a
+        part of it.
 
         With ``expected_cursor`` (-1: none) nothing is done unless ingest's cursor in Redis has that value;
         ``new_cursor`` is then its new value (default: the highest ordinal + 1, never lower than it was).
@@ -89,7 +90,7 @@ class Producer(RunStream):
         """
         tokenizers = self._tokenizers()
         prepared = [_prepare_sample(ordinal, sample, tokenizers) for ordinal, sample in samples]
-        cached = self._cached([segment.cache_key for sample in prepared for segment in sample.segments])
+        cached = self.cache.present([segment.cache_key for sample in prepared for segment in sample.segments])
         while True:
             arguments: list[bytes | str | int] = [
                 "" if expected_cursor is None else expected_cursor,
@@ -120,17 +121,7 @@ class Producer(RunStream):
             self._tokenizers_read_at = now
         return self._known_tokenizers
 
-    def _cached(self, cache_keys: Iterable[str]) -> set[str]:
-        """Those of the keys whose spans the cache holds now."""
-        asked = sorted({cache_key for cache_key in cache_keys if cache_key})
-        if not asked:
-            return set()
-        pipe = self.client.pipeline(transaction=False)
-        for cache_key in asked:
-            pipe.exists(f"{CACHE_PREFIX}:{cache_key}")
-        return {cache_key for cache_key, found in zip(asked, pipe.execute(), strict=True) if found}
-
-    # -- ingest's cursor and the trainer's wishes -----------------------------------------------------------------
+    # -- ingest's cursor and the trainer's wishes --------------------------------------------------
 
     @unavailable_on_loss
     def view(self) -> IngestView:

@@ -10,9 +10,10 @@ from redis.exceptions import ResponseError
 
 from ernie5.protocol.errors import InvalidInputError, TokenizerMismatchError
 from ernie5.services import scripts
+from ernie5.services.cache import CACHE_PREFIX, DEFAULT_CACHE_BYTES, SpanCache
 from ernie5.services.redis_client import unavailable_on_loss
 from ernie5.services.streams.head import read_head
-from ernie5.services.streams.keys import CACHE_PREFIX, GROUP, SERVICES, DeadLetter, Failure, RunKeys
+from ernie5.services.streams.keys import GROUP, SERVICES, DeadLetter, Failure, RunKeys
 
 # Scripts that free memory or let others do so run on a full server too.
 _SCRIPTS = {
@@ -25,14 +26,13 @@ _SCRIPTS = {
     "evict": True,
     "group": True,
 }
-DEFAULT_CACHE_BYTES = 256 << 20
 
 
 class RunStream:
     """One run's streams on one Redis.
 
-    ``client`` comes from :func:`ernie5.services.redis_client.connect`; all methods are safe to call from several
-    threads, and raise ``UnavailableError`` when Redis does not answer.
+    ``client`` comes from :func:`ernie5.services.redis_client.connect`; all methods are safe to call from
+    several threads, and raise ``UnavailableError`` when Redis does not answer.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class RunStream:
         self.client = client
         self.keys = RunKeys(run)
         self.cache_bytes = cache_bytes
+        self.cache = SpanCache(client)
         self._scripts = {
             name: client.register_script(scripts.source(name, allow_oom=allow_oom))
             for name, allow_oom in _SCRIPTS.items()
@@ -52,7 +53,7 @@ class RunStream:
     def _run_script(self, name: str, *arguments: Any) -> Any:
         return self._scripts[name](args=[self.keys.run, CACHE_PREFIX, *arguments])
 
-    # -- tokenizers of the run ------------------------------------------------------------------------------------
+    # -- tokenizers of the run ---------------------------------------------------------------------
 
     @unavailable_on_loss
     def register_tokenizer(
@@ -61,7 +62,8 @@ class RunStream:
         """Make known which tokenizer (hash) and variant this run uses for a modality.
 
         Raises:
-            TokenizerMismatchError: the run uses another one already; mixing would make its order of tokens depend on
+            TokenizerMismatchError: the run uses another one already; mixing would make its order of tokens
+            depend on
                 which replica was faster.
         """
         name, value = self.keys.named("tokenizers"), f"{tokenizer}:{variant}"
@@ -75,8 +77,8 @@ class RunStream:
             known = (self.client.hget(name, modality) or value.encode()).decode()
         if known != value:
             raise TokenizerMismatchError(
-                f"run {self.keys.run!r} uses the {modality} tokenizer {known}, not {value}; start the same tokenizer "
-                "(weights, device kind, dtype) on every replica, or a run of another name",
+                f"run {self.keys.run!r} uses the {modality} tokenizer {known}, not {value}; start the same "
+                "tokenizer (weights, device kind, dtype) on every replica, or a run of another name",
                 param=modality,
             )
 
@@ -86,7 +88,7 @@ class RunStream:
         found = self.client.hgetall(self.keys.named("tokenizers"))
         return {modality.decode(): value.decode() for modality, value in found.items()}
 
-    # -- the corpus -----------------------------------------------------------------------------------------------
+    # -- the corpus --------------------------------------------------------------------------------
 
     @unavailable_on_loss
     def register_corpus(self, length: int, seed: int, name: str = "") -> None:
@@ -103,7 +105,8 @@ class RunStream:
             known = self.corpus()
         if known is not None and known != wanted:
             raise InvalidInputError(
-                f"run {self.keys.run!r} walks {known}, not {wanted}; give the same corpus and seed, or another run name",
+                f"run {self.keys.run!r} walks {known}, not {wanted}; give the same corpus and seed, "
+                "or another run name",
                 param="corpus",
             )
 
@@ -113,7 +116,7 @@ class RunStream:
         found = self.client.hgetall(self.keys.named("corpus"))
         return {field.decode(): value.decode() for field, value in found.items()} or None
 
-    # -- looking in -----------------------------------------------------------------------------------------------
+    # -- looking in --------------------------------------------------------------------------------
 
     @unavailable_on_loss
     def dead_letters(self, count: int = 100) -> list[DeadLetter]:
@@ -136,10 +139,10 @@ class RunStream:
     def stats(self) -> dict[str, Any]:
         """Figures for status pages and metrics.
 
-        ``lag`` samples added and not consumed; ``untrimmed`` samples that Redis still holds; ``work`` entries and
-        ``pending`` ones by service; ``consumers``; ``dead``; the counters ``added``, ``published``, ``completed``,
-        ``cached_segments``, ``tombstones``, ``retries``, ``repaired``, ``evicted``; ``cache_bytes``,
-        ``used_memory``.
+        ``lag`` samples added and not consumed; ``untrimmed`` samples that Redis still holds; ``work``
+        entries and ``pending`` ones by service; ``consumers``; ``dead``; the counters ``added``,
+        ``published``, ``completed``, ``cached_segments``, ``tombstones``, ``retries``, ``repaired``,
+        ``evicted``; ``cache_bytes``, ``used_memory``.
         """
         pipe = self.client.pipeline(transaction=False)
         pipe.hgetall(self.keys.position)

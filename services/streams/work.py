@@ -14,16 +14,10 @@ from ernie5.protocol.errors import ErnieMultiError, WireError
 from ernie5.protocol.modalities import ServiceName
 from ernie5.protocol.samples import Segment
 from ernie5.protocol.wire import decode_segment, decode_span
+from ernie5.services.cache import DEFAULT_CACHE_BYTES, span_cache_key, variant_of
 from ernie5.services.redis_client import unavailable_on_loss
-from ernie5.services.streams.keys import (
-    CACHE_PREFIX,
-    GROUP,
-    Failure,
-    WorkEntry,
-    span_cache_key,
-    variant_of,
-)
-from ernie5.services.streams.run import DEFAULT_CACHE_BYTES, RunStream
+from ernie5.services.streams.keys import GROUP, Failure, WorkEntry
+from ernie5.services.streams.run import RunStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +32,8 @@ class Completion:
 class WorkQueue(RunStream):
     """The work streams of a run as one consumer group of tokenizer replicas.
 
-    An entry is redelivered when its worker was silent for ``claim_idle_ms``; after ``max_attempts`` deliveries or
-    failures its sample becomes a tombstone.
+    An entry is redelivered when its worker was silent for ``claim_idle_ms``; after ``max_attempts``
+    deliveries or failures its sample becomes a tombstone.
     """
 
     def __init__(
@@ -63,8 +57,8 @@ class WorkQueue(RunStream):
     ) -> list[WorkEntry]:
         """Up to ``count`` entries for ``consumer``; empty after ``block_ms`` without any (0: don't wait).
 
-        An entry that another worker left behind comes alone: should it be the one that kills workers, it takes no
-        neighbour along, and each try counts for it only.
+        An entry that another worker left behind comes alone: should it be the one that kills workers, it
+        takes no neighbour along, and each try counts for it only.
         """
         if time.monotonic() >= self._next_claim.get(service, 0.0):
             entry = self._claim_one(service, consumer)
@@ -113,7 +107,8 @@ class WorkQueue(RunStream):
     def _with_group(self, stream: str, read: Any) -> Any:
         """``read()``; where the group or the stream has vanished (or never was), they are made first.
 
-        A new group starts at the beginning: settled entries are deleted, so whatever the stream holds is unsettled.
+        A new group starts at the beginning: settled entries are deleted, so whatever the stream holds is
+        unsettled.
         """
         try:
             return read()
@@ -123,7 +118,7 @@ class WorkQueue(RunStream):
         self._run_script("group", stream.rpartition(":")[2], GROUP)
         return read()
 
-    # -- settling -------------------------------------------------------------------------------------------------
+    # -- settling ----------------------------------------------------------------------------------
 
     def complete(self, entry: WorkEntry, span: bytes) -> bool:
         """Store an encoded span for its entry; True when that published the sample.
@@ -139,12 +134,12 @@ class WorkQueue(RunStream):
     def complete_many(self, completions: Sequence[Completion]) -> tuple[int, list[Completion]]:
         """Settle entries of one service in one atomic round trip.
 
-        Spans are stored, segments filled, whole samples published exactly once, entries removed. Completing what
-        is settled already changes nothing.
+        Spans are stored, segments filled, whole samples published exactly once, entries removed. Completing
+        what is settled already changes nothing.
 
         Returns:
-            the number of samples published, and those completions whose span was promised to be in the cache and has
-            been evicted meanwhile; they stay with the worker, to be completed with a span.
+            the number of samples published, and those completions whose span was promised to be in the
+            cache and has been evicted meanwhile; they stay with the worker, to be completed with a span.
         """
         if not completions:
             return 0, []
@@ -164,8 +159,8 @@ class WorkQueue(RunStream):
     ) -> bool:
         """An attempt has failed; True when its sample was buried.
 
-        Below ``max_attempts`` the entry goes to the end of the stream with its attempts counted; then, or at once
-        with ``final``, the sample becomes a tombstone and a dead letter with the error.
+        Below ``max_attempts`` the entry goes to the end of the stream with its attempts counted; then, or
+        at once with ``final``, the sample becomes a tombstone and a dead letter with the error.
         """
         failure = error if isinstance(error, Failure) else Failure.of(error)
         failure = Failure(
@@ -229,14 +224,6 @@ class WorkQueue(RunStream):
         except ResponseError as error:
             if not str(error).startswith("NOGROUP"):
                 raise
-
-    @unavailable_on_loss
-    def cached(self, cache_keys: Sequence[str]) -> set[str]:
-        """Those of the keys whose spans the cache holds."""
-        pipe = self.client.pipeline(transaction=False)
-        for cache_key in cache_keys:
-            pipe.exists(f"{CACHE_PREFIX}:{cache_key}")
-        return {cache_key for cache_key, found in zip(cache_keys, pipe.execute(), strict=True) if found}
 
 
 def _entry(service: ServiceName, entry_id: bytes, fields: dict[bytes, bytes], deliveries: int) -> WorkEntry:

@@ -17,7 +17,9 @@ from ernie5.protocol.tokens import (
 )
 from ernie5.protocol.vocabulary import UnifiedVocabulary
 
-NANO = preset("nano").model_copy(update={"text_vocabulary": 50, "audio_levels": 3, "audio_codebook": 16, "bits": 6})
+NANO = preset("nano").model_copy(
+    update={"text_vocabulary": 50, "audio_levels": 3, "audio_codebook": 16, "bits": 6}
+)
 VOCABULARY = UnifiedVocabulary(NANO.text_vocabulary)
 
 

@@ -63,7 +63,12 @@ def finished(prompt: TokenSequence, events: list) -> TokenSequence:
 @pytest.mark.parametrize("audio_mask", ["causal", "sparse"])
 def test_greedy_answers_are_the_argmax_of_one_full_pass(audio_layers, audio_mask):
     config = NANO.model_copy(
-        update={"audio_layers": audio_layers, "audio_mask": audio_mask, "audio_window": 2, "audio_anchor_every": 3}
+        update={
+            "audio_layers": audio_layers,
+            "audio_mask": audio_mask,
+            "audio_window": 2,
+            "audio_anchor_every": 3,
+        }
     )
     rng = np.random.default_rng(3)
     model = loud(config)
@@ -106,7 +111,10 @@ def test_greedy_answers_are_the_argmax_of_one_full_pass(audio_layers, audio_mask
                     logits = logits[:, :-1]
                 offset = 0
                 for span in sounds:
-                    assert logits[offset : offset + len(span)].argmax(-1).tolist() == span.codes[:, level].tolist()
+                    assert (
+                        logits[offset : offset + len(span)].argmax(-1).tolist()
+                        == span.codes[:, level].tolist()
+                    )
                     offset += len(span) + 1
         if not spans:
             said = [event.token for event in events if isinstance(event, TokenEvent)]
@@ -121,7 +129,9 @@ def test_equal_seed_gives_equal_answers_in_any_company():
     model = loud()
     question = sequence(text(rng, "context"))
     params = GenerationParams(seed=7, modalities=("text", "speech", "image"), max_tokens=60)
-    alone = run(InferenceEngine(model, HASHES, capacity=1, max_length=300), Request("a", question, params))["a"]
+    alone = run(InferenceEngine(model, HASHES, capacity=1, max_length=300), Request("a", question, params))[
+        "a"
+    ]
     crowd = [Request(str(i), sequence(text(rng, "context", 3 + i)), params) for i in range(4)]
     together = run(
         InferenceEngine(model, HASHES, capacity=3, max_length=300), *crowd, Request("a", question, params)
@@ -161,7 +171,9 @@ def test_subnetworks_run_and_answer():
 def test_bad_requests_are_refused():
     rng = np.random.default_rng(7)
     engine = InferenceEngine(loud(), HASHES, capacity=1, max_length=20)
-    foreign = sequence(TokenSegment(TokenSpan("text", SequenceLayout(50), np.zeros(1, np.int32), "x"), "context"))
+    foreign = sequence(
+        TokenSegment(TokenSpan("text", SequenceLayout(50), np.zeros(1, np.int32), "x"), "context")
+    )
     with pytest.raises(TokenizerMismatchError):
         engine.submit(Request("f", foreign))
     with pytest.raises(InvalidInputError, match="positions"):

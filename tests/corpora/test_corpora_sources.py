@@ -31,7 +31,9 @@ def test_jsonl_carries_text_files_and_base64(tmp_path):
     (tmp_path / "pictures" / "cat.png").write_bytes(PNG)
     picture = {"modality": "image", "path": "pictures/cat.png"}
     sound = {"modality": "sound", "role": "target", "base64": base64.b64encode(b"RIFF").decode()}
-    file = write_lines(tmp_path / "c.jsonl", line(picture, text("cat"), metadata={"task": "name"}), "", line(sound))
+    file = write_lines(
+        tmp_path / "c.jsonl", line(picture, text("cat"), metadata={"task": "name"}), "", line(sound)
+    )
     corpus = open_corpus(file)
     assert corpus.tasks == {"name": 1, "sample": 1}
     first, second = corpus
@@ -63,7 +65,6 @@ BAD_LINES = {
     "no such file": (line({"modality": "image", "path": "none.png"}), "can't be read"),
     "a NUL": (line({"modality": "image", "path": "a\0b"}), "nothing is fetched"),
     "not base64": (line({"modality": "image", "base64": "***"}), "base64"),
-    "a lone surrogate": ('{"segments": [{"modality": "text", "text": "\\ud800"}]}', "segment 0"),
     "an unknown role": (line({"modality": "text", "role": "judge", "text": "a"}), "role"),
     "deep nesting": ("[" * 100_000, "not JSON"),
 }
@@ -75,7 +76,9 @@ def test_a_bad_line_raises_when_read_and_names_file_and_line(tmp_path, case):
     (tmp_path / "inner").mkdir()
     (tmp_path / "secret.png").write_bytes(PNG)
     (tmp_path / "inner" / "link.png").symlink_to(tmp_path / "secret.png")
-    corpus = open_corpus(write_lines(tmp_path / "inner" / "c.jsonl", line(text("good")), bad, line(text("good"))))
+    corpus = open_corpus(
+        write_lines(tmp_path / "inner" / "c.jsonl", line(text("good")), bad, line(text("good")))
+    )
     assert len(corpus) == 3
     assert corpus[0].segments[0].text == corpus[2].segments[0].text == "good"
     with pytest.raises(InvalidInputError, match=reason) as caught:
@@ -85,14 +88,18 @@ def test_a_bad_line_raises_when_read_and_names_file_and_line(tmp_path, case):
 
 def test_a_bad_payload_is_handed_on(tmp_path):
     (tmp_path / "broken.jpg").write_bytes(b"")
-    corpus = open_corpus(write_lines(tmp_path / "c.jsonl", line({"modality": "image", "path": "broken.jpg"})))
+    surrogate = '{"segments": [{"modality": "text", "text": "\\ud800"}]}'
+    picture = line({"modality": "image", "path": "broken.jpg"})
+    corpus = open_corpus(write_lines(tmp_path / "c.jsonl", picture, surrogate))
     assert corpus[0].segments[0].data == b""
+    with pytest.raises(ValueError, match="surrogate"):  # by whoever reads the payload, with this reason
+        _ = corpus[1].segments[0].payload
 
 
 def make_folder(root):
     for name, data in {
         "cat.png": PNG,
-        "cat.txt": "a cat\n".encode(),
+        "cat.txt": b"a cat\n",
         "dog.jpg": b"jpeg",
         "poem.txt": "诗".encode(),
         "say.wav": b"RIFF",
@@ -135,7 +142,9 @@ def test_a_folder_does_not_follow_links_out(tmp_path):
     folder = make_folder(tmp_path / "media")
     (folder / "out.txt").symlink_to(outside)
     os.symlink(tmp_path, folder / "up")
-    assert not any("secret" in (segment.text or "") for sample in open_corpus(folder) for segment in sample.segments)
+    assert not any(
+        "secret" in (segment.text or "") for sample in open_corpus(folder) for segment in sample.segments
+    )
 
 
 def test_foreign_shards_are_a_corpus(tmp_path):

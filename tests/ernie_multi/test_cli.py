@@ -41,7 +41,7 @@ INVOCATIONS = [
     ["status", "--out", "runs/x"],
     ["train", "--data", "mini", "--out", "o", "--preset", "nano", "--steps", "2", "--resume", "--seed", "3"],
     ["demo", "--out", "o", "--steps", "2", "--minutes", "1", "--quick"],
-    ["chat", "--model", "m"],
+    ["chat", "--model", "m", "--url", "http://127.0.0.1:1", "--out", "o", "--max-tokens", "9"],
     ["corpus", "build", "mini", "--out", "o"],
     ["corpus", "list"],
 ]
@@ -77,7 +77,9 @@ def test_tokenizer_recipes_describe_their_options(
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    assert f"ernie-multi tokenizer {action}" in done.stdout and "--out" in done.stdout
+    assert (
+        f"ernie-multi tokenizer {action} {name}" in " ".join(done.stdout.split()) and "--out" in done.stdout
+    )
 
 
 def test_service_options_reach_the_environment(

@@ -28,9 +28,7 @@ def packed_intervals(rows: int, lengths: list[int], generator: torch.Generator) 
 @pytest.mark.parametrize("heads", [(1, 1), (4, 2), (4, 4)])
 def test_panels_equal_reference(rows, lengths, heads):
     generator = torch.Generator().manual_seed(rows)
-    plan = MaskPlan.from_intervals(
-        packed_intervals(rows, lengths, generator).repeat(2, 1, 1, 1, 1), rows
-    )
+    plan = MaskPlan.from_intervals(packed_intervals(rows, lengths, generator).repeat(2, 1, 1, 1, 1), rows)
     tensors = [
         torch.randn(2, rows, h, 32, generator=generator, dtype=torch.float64, requires_grad=True)
         for h in (heads[0], heads[1], heads[1])
@@ -94,5 +92,5 @@ def test_no_tile_with_a_visible_pair_is_skipped():
     dense = plan.dense()
     for panel in range(plan.tiles.shape[2]):
         for block in range(plan.tiles.shape[3]):
-            tile = dense[0, 0, panel * 128 : (panel + 1) * 128, block * 128 : (block + 1) * 128]
+            tile = dense[0, 0, panel * 64 : (panel + 1) * 64, block * 64 : (block + 1) * 64]
             assert plan.tiles[0, 0, panel, block] or not tile.any()

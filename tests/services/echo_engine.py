@@ -1,4 +1,4 @@
-"""A deterministic engine for tests of the services: it answers with the last text and the media of the request."""
+"""A deterministic engine for tests: it answers with the last text and the media of the request."""
 
 from __future__ import annotations
 

@@ -6,11 +6,10 @@ import signal
 import sys
 import threading
 
-from tests.services.echo_engine import EchoEngine
-from tests.services.generation_helpers import INFO, TEXT_SIZE
-
 from ernie5.services.inference import InferenceSettings, InferenceWorker
 from ernie5.services.redis_client import connect
+from tests.services.echo_engine import EchoEngine
+from tests.services.generation_helpers import INFO, TEXT_SIZE
 
 
 def main() -> None:

@@ -27,7 +27,9 @@ class ByteTokenizer:
 
     def __init__(self, service: str) -> None:
         self.hash = HASHES[service]
-        self.modalities = {"text": ("text", "code"), "vision": ("image",), "audio": ("speech", "sound")}[service]
+        self.modalities = {"text": ("text", "code"), "vision": ("image",), "audio": ("speech", "sound")}[
+            service
+        ]
         self.calls: list[int] = []
 
     def encode_segments(
@@ -109,7 +111,7 @@ def settle_all(stream: TokenStream, consumer: str = "w") -> int:
     return done
 
 
-def wait_for(condition: Callable[[], object], what: str = "the condition", deadline_s: float = 30.0) -> None:
+def wait_for(condition: Callable[[], object], what: str = "the condition", deadline_s: float = 90.0) -> None:
     """Poll until ``condition()`` holds; fails after the deadline."""
     end = time.monotonic() + deadline_s
     while not condition():
@@ -141,7 +143,7 @@ def workers(
     finally:
         stop.set()
         for thread in threads:
-            thread.join(30)
+            thread.join(90)
     assert not errors, errors
 
 
@@ -163,7 +165,7 @@ def ingesting(ingest: Ingest) -> Iterator[Ingest]:
         yield ingest
     finally:
         stop.set()
-        thread.join(30)
+        thread.join(90)
     assert not errors, errors
 
 

@@ -1,4 +1,4 @@
-"""Protects the OpenAI face: what its clients send and get, in one piece and streamed, and what is refused how."""
+"""Protects the OpenAI face: what its clients send and get, at once and streamed, and what is refused."""
 
 from __future__ import annotations
 
@@ -12,15 +12,11 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
-import numpy as np
 import openai
 import pytest
 import redis
-import soundfile
 import uvicorn
 from PIL import Image
-from tests.services.echo_engine import EchoEngine
-from tests.services.generation_helpers import until
 
 from ernie5.protocol.service_settings import RedisSettings
 from ernie5.services import generation_stream as wire
@@ -34,6 +30,9 @@ from ernie5.services.tokenizer_app import create_app
 from ernie5.services.tokenizer_client import TokenizerClient
 from ernie5.services.tokenizer_service import load_tokenizer
 from ernie5.tokenizers.text.tokenizer import TextTokenizer
+from tests.services.echo_engine import EchoEngine
+from tests.services.generation_helpers import until
+from tests.services.media_files import png, tone
 
 TEXT = TextTokenizer.load()
 INFO = wire.WorkerInfo(("mini", "nano"), TEXT.vocabulary_size, {"text": TEXT.hash}, created=1_700_000_000)
@@ -149,20 +148,6 @@ def served(redis_server: RedisServer, services: Services, store: redis.Redis) ->
     running.close()
 
 
-def png(height: int = 28, width: int = 28) -> bytes:
-    pixels = np.indices((height, width)).sum(0).astype(np.uint8) * 4
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).convert("RGB").save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-def tone(seconds: float = 0.5) -> bytes:
-    samples = 0.3 * np.sin(2 * np.pi * 440 * np.arange(int(seconds * 16000)) / 16000)
-    buffer = io.BytesIO()
-    soundfile.write(buffer, samples.astype(np.float32), 16000, format="WAV", subtype="PCM_16")
-    return buffer.getvalue()
-
-
 def data_url(data: bytes, kind: str = "image/png") -> str:
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
@@ -183,7 +168,7 @@ def audio(data: bytes, kind: str = "wav") -> dict[str, Any]:
     return {"type": "input_audio", "input_audio": {"data": base64.b64encode(data).decode(), "format": kind}}
 
 
-# -- with OpenAI's own client --------------------------------------------------------------------------------------
+# With OpenAI's own client.
 
 
 def test_text_answers_at_once(served: Served, worker: RunningWorker) -> None:
@@ -252,9 +237,9 @@ def test_media_stream(served: Served, worker: RunningWorker) -> None:
         audio={"voice": "any", "format": "pcm16"},
         stream=True,
     )
-    deltas = [chunk.choices[0].delta for chunk in stream]
-    pictures = [delta.images for delta in deltas if getattr(delta, "images", None)]
-    sounds = [delta.audio for delta in deltas if getattr(delta, "audio", None)]
+    deltas = [chunk.choices[0].delta.to_dict() for chunk in stream]
+    pictures: list[Any] = [delta["images"] for delta in deltas if "images" in delta]
+    sounds: list[Any] = [delta["audio"] for delta in deltas if "audio" in delta]
     assert pictures[0][0]["image_url"]["url"].startswith("data:image/png;base64,")
     samples = b"".join(base64.b64decode(sound["data"]) for sound in sounds if "data" in sound)
     assert len(samples) == 2 * 8000
@@ -361,7 +346,7 @@ def test_a_worker_lost_in_the_middle_is_not_noticed(served: Served, store: redis
     assert result == [words]
 
 
-# -- refusals ------------------------------------------------------------------------------------------------------
+# Refusals.
 
 HELLO = {"model": "mini", "messages": user("hello")}
 BAD = [
@@ -496,18 +481,18 @@ async def test_without_redis_it_is_unavailable(services: Services) -> None:
 
 
 async def test_a_full_queue_is_refused(
-    redis_server: RedisServer, services: Services, store: redis.Redis, worker: RunningWorker
+    redis_server: RedisServer, services: Services, store: redis.Redis
 ) -> None:
     settings = gateway_settings(redis_server, max_queued_requests=2)
     app = create_gateway(settings, TEXT, TokenizerClient(settings, services))
-    worker.engine.capacity = 0
+    InferenceWorker(EchoEngine(TEXT.vocabulary_size), store, INFO, QUICK)._announce()
     for _ in range(2):
         store.xadd(wire.REQUESTS, {"id": "waiting"})
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
         response = await client.post("/v1/chat/completions", json=HELLO)
     assert response.status_code == 503
     assert response.headers["retry-after"]
-    worker.engine.capacity = 8
+    assert "2 requests wait already (limit 2)" in response.json()["error"]["message"]
 
 
 async def test_a_model_of_another_text_tokenizer_is_refused(

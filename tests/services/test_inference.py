@@ -14,8 +14,6 @@ import pytest
 import redis
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.services.echo_engine import EchoEngine
-from tests.services.generation_helpers import INFO, TEXT_SIZE, ended, reply, submit, text_request, until
 
 from ernie5.protocol.errors import WireError
 from ernie5.protocol.generation import (
@@ -30,6 +28,8 @@ from ernie5.protocol.generation import (
 from ernie5.services import generation_stream as wire
 from ernie5.services.inference import InferenceSettings, InferenceWorker
 from ernie5.services.redis_server import RedisServer
+from tests.services.echo_engine import EchoEngine
+from tests.services.generation_helpers import INFO, TEXT_SIZE, ended, reply, submit, text_request, until
 
 ROOT = Path(__file__).parents[2]
 QUICK = InferenceSettings(

@@ -6,6 +6,14 @@ import threading
 from pathlib import Path
 
 import pytest
+
+from ernie5.corpora.order import position_to_index
+from ernie5.protocol.errors import InvalidInputError, InvalidMediaError, MediaTooLargeError
+from ernie5.protocol.samples import Sample, Segment
+from ernie5.services import ingest as ingest_module
+from ernie5.services.ingest import Ingest, resolve_references
+from ernie5.services.streams import Position, TokenFeed, Tombstone
+from ernie5.services.trainer_feed import TrainerFeed
 from tests.services.stream_helpers import (
     Corpus,
     expected_payloads,
@@ -18,19 +26,11 @@ from tests.services.stream_helpers import (
     workers,
 )
 
-from ernie5.corpora.order import position_to_index
-from ernie5.protocol.errors import InvalidInputError, InvalidMediaError, MediaTooLargeError
-from ernie5.protocol.samples import Sample, Segment
-from ernie5.services import ingest as ingest_module
-from ernie5.services.ingest import Ingest, resolve_references
-from ernie5.services.streams import Position, TokenFeed, Tombstone
-from ernie5.services.trainer_feed import TrainerFeed
-
 
 def test_the_corpus_is_walked_in_its_order(stream, make_stream):
     ingest = Ingest(stream, Corpus(30), seed=5, epochs=3)
     with (
-        TokenFeed(make_stream(), end=(3, 0), timeout_s=30) as feed,
+        TokenFeed(make_stream(), end=(3, 0), timeout_s=90) as feed,
         ingesting(ingest),
         workers(make_stream, features=False),
     ):
@@ -47,10 +47,10 @@ def test_the_corpus_is_walked_in_its_order(stream, make_stream):
 def test_ingest_ends_when_all_is_consumed(stream, make_stream):
     ingest = Ingest(stream, Corpus(10), epochs=2)
     thread = threading.Thread(target=ingest.run, args=(threading.Event(),))
-    with TokenFeed(make_stream(), end=(2, 0), timeout_s=30) as feed, workers(make_stream, features=False):
+    with TokenFeed(make_stream(), end=(2, 0), timeout_s=90) as feed, workers(make_stream, features=False):
         thread.start()
         assert len(list(feed)) == 20
-        thread.join(30)
+        thread.join(90)
     assert not thread.is_alive()
     assert ingest.metrics.added == 20
 
@@ -61,7 +61,7 @@ def test_producers_wait_above_the_high_water_mark(stream):
         wait_for(lambda: ingest.metrics.waits >= 3)
         assert stream.view().lag == 16
         settle_all(stream)
-        with TokenFeed(stream, timeout_s=30) as feed:
+        with TokenFeed(stream, timeout_s=90) as feed:
             for _ in range(10):
                 feed.next()
             wait_for(lambda: stream.view().cursor == 26)
@@ -72,10 +72,10 @@ def test_producers_wait_above_the_high_water_mark(stream):
 
 def test_untrimmed_entries_force_a_checkpoint_and_never_a_deadlock(stream, make_stream):
     """A trainer that checkpoints only when asked, and only between steps of ten samples, gets through."""
-    ingest = Ingest(stream, Corpus(50), epochs=8, high_water=8, entry_mark=24, batch_size=4)
+    ingest = Ingest(stream, Corpus(50), epochs=4, high_water=8, entry_mark=24, batch_size=4)
     most, asked = 0, 0
     with (
-        TrainerFeed(make_stream(), end=(8, 0), timeout_s=30, prefetch=4) as feed,
+        TrainerFeed(make_stream(), end=(4, 0), timeout_s=90, prefetch=4) as feed,
         ingesting(ingest),
         workers(make_stream, features=False),
     ):
@@ -84,8 +84,8 @@ def test_untrimmed_entries_force_a_checkpoint_and_never_a_deadlock(stream, make_
             if number % 10 == 0 and feed.checkpoint_asked:
                 asked += 1
                 feed.commit(feed.state())
-    assert feed.delivered == 400
-    assert asked >= 3
+    assert feed.delivered == 200
+    assert asked >= 2
     # The mark, one batch on top of it, and what the floor lets through until the trainer's next step.
     assert most <= 24 + 4 + 12
 
@@ -93,7 +93,7 @@ def test_untrimmed_entries_force_a_checkpoint_and_never_a_deadlock(stream, make_
 def test_a_trainer_that_never_checkpoints_is_not_starved(stream, make_stream):
     ingest = Ingest(stream, Corpus(60), epochs=1, high_water=8, entry_mark=10, batch_size=4)
     with (
-        TokenFeed(make_stream(), end=(1, 0), timeout_s=30, prefetch=2) as feed,
+        TokenFeed(make_stream(), end=(1, 0), timeout_s=90, prefetch=2) as feed,
         ingesting(ingest),
         workers(make_stream, features=False),
     ):
@@ -102,9 +102,9 @@ def test_a_trainer_that_never_checkpoints_is_not_starved(stream, make_stream):
 
 def test_the_feed_tells_that_a_checkpoint_is_asked_for(stream, make_stream):
     asked = threading.Event()
-    with TokenFeed(make_stream(), length=10, on_checkpoint_asked=asked.set, timeout_s=20) as feed:
+    with TokenFeed(make_stream(), length=10, on_checkpoint_asked=asked.set, timeout_s=90) as feed:
         stream.ask_checkpoint()
-        assert asked.wait(20)
+        assert asked.wait(90)
         assert feed.checkpoint_asked
         stream.add_sample(0, 0, sample_of(0), length=10)
         settle_all(stream)
@@ -129,7 +129,7 @@ def test_a_full_server_makes_producers_wait_and_empties_again(server, stream, ma
     try:
         ingest = Ingest(stream, Big(), epochs=2, high_water=40, entry_mark=100, batch_size=4)
         with (
-            TokenFeed(make_stream(), end=(2, 0), timeout_s=60, prefetch=4, decoded_cache_bytes=0) as feed,
+            TokenFeed(make_stream(), end=(2, 0), timeout_s=90, prefetch=4, decoded_cache_bytes=0) as feed,
             ingesting(ingest),
             workers(make_stream, ["vision"], features=False),
         ):
@@ -144,7 +144,7 @@ def test_a_full_server_makes_producers_wait_and_empties_again(server, stream, ma
 def test_unreadable_samples_become_tombstones_and_the_run_goes_on(stream, make_stream):
     ingest = Ingest(stream, Corpus(20, broken=[3, 7]), epochs=2, order=in_order)
     with (
-        TrainerFeed(make_stream(), end=(2, 0), timeout_s=30) as feed,
+        TrainerFeed(make_stream(), end=(2, 0), timeout_s=90) as feed,
         ingesting(ingest),
         workers(make_stream, features=False),
     ):
@@ -162,7 +162,7 @@ def test_ingest_goes_to_the_trainer_however_far_it_is(stream, make_stream):
     with ingesting(ingest), workers(make_stream, features=False):
         wait_for(lambda: stream.view().cursor == 8)
         for start in (50, 20, 90):  # forward, back, and forward again
-            with TokenFeed(make_stream(), (0, start), timeout_s=30, probe_s=0.02) as feed:
+            with TokenFeed(make_stream(), (0, start), timeout_s=90, probe_s=0.02) as feed:
                 received = [feed.next() for _ in range(10)]
             assert [position.position for position, _ in received] == list(range(start, start + 10))
             assert [value.metadata["index"] for _, value in received] == list(range(start, start + 10))
@@ -171,7 +171,7 @@ def test_ingest_goes_to_the_trainer_however_far_it_is(stream, make_stream):
 def test_two_ingests_share_the_walk(stream, make_stream):
     first, second = (Ingest(make_stream(), Corpus(50), epochs=2, batch_size=3) for _ in range(2))
     with (
-        TokenFeed(make_stream(), end=(2, 0), timeout_s=30) as feed,
+        TokenFeed(make_stream(), end=(2, 0), timeout_s=90) as feed,
         ingesting(first),
         ingesting(second),
         workers(make_stream, features=False),
@@ -181,7 +181,6 @@ def test_two_ingests_share_the_walk(stream, make_stream):
 
 
 def test_another_seed_in_the_same_run_is_refused(stream):
-    Ingest(stream, Corpus(5), seed=1, epochs=0).run(threading.Event())
     stream.register_corpus(5, 1)
     with pytest.raises(InvalidInputError, match="another run name"):
         Ingest(stream, Corpus(5), seed=2).run(threading.Event())
@@ -192,6 +191,8 @@ def test_marks_are_checked(stream):
         Ingest(stream, Corpus(5), high_water=10, entry_mark=10)
     with pytest.raises(InvalidInputError, match="empty"):
         Ingest(stream, Corpus(0))
+    with pytest.raises(InvalidInputError, match="epochs 0"):
+        Ingest(stream, Corpus(5), epochs=0)
 
 
 def test_references_are_read_inside_the_corpus_only(tmp_path: Path, monkeypatch):

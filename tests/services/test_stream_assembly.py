@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from tests.services.stream_helpers import HASHES, ByteTokenizer, expected_payloads, payloads, sample_of, settle_all, span_bytes
 
-from ernie5.protocol.errors import InvalidInputError, InvalidMediaError, TokenizerMismatchError, UnavailableError
+from ernie5.protocol.errors import (
+    InvalidInputError,
+    InvalidMediaError,
+    TokenizerMismatchError,
+    UnavailableError,
+)
 from ernie5.protocol.samples import Sample, Segment
 from ernie5.services.redis_client import connect
 from ernie5.services.streams import (
@@ -18,10 +22,19 @@ from ernie5.services.streams import (
     Tombstone,
     span_cache_key,
 )
+from tests.services.stream_helpers import (
+    HASHES,
+    ByteTokenizer,
+    expected_payloads,
+    payloads,
+    sample_of,
+    settle_all,
+    span_bytes,
+)
 
 
 def read_all(stream: TokenStream, length: int, start=(0, 0), epochs: int = 1):
-    with TokenFeed(stream, start, length=length, end=(epochs, 0), timeout_s=20) as feed:
+    with TokenFeed(stream, start, length=length, end=(epochs, 0), timeout_s=90) as feed:
         return list(feed)
 
 
@@ -40,7 +53,9 @@ def test_samples_come_out_as_they_went_in(stream):
         assert payloads(sequence) == expected_payloads(sample)
         assert sequence.sample_id == sample.sample_id
         assert [segment.role for segment in sequence.segments] == [s.role for s in sample.segments]
-        assert [segment.span.modality for segment in sequence.segments] == [s.modality for s in sample.segments]
+        assert [segment.span.modality for segment in sequence.segments] == [
+            s.modality for s in sample.segments
+        ]
         assert sequence.metadata == {"index": index}
 
 
@@ -134,7 +149,7 @@ def test_a_promised_span_that_was_evicted_is_asked_for(stream):
 def test_an_evicted_hit_is_sent_with_its_payload(stream, monkeypatch):
     stream.add_sample(0, 0, texts("word"), length=2)
     settle_all(stream)
-    cached = stream._cached
+    cached = stream.cache.present
 
     def evicted_just_after(keys):
         found = cached(keys)
@@ -142,7 +157,7 @@ def test_an_evicted_hit_is_sent_with_its_payload(stream, monkeypatch):
             stream.client.delete(f"cache:{key}")
         return found
 
-    monkeypatch.setattr(stream, "_cached", evicted_just_after)
+    monkeypatch.setattr(stream.cache, "present", evicted_just_after)
     assert stream.add_sample(0, 1, texts("word"), length=2).new == 1
     assert stream.stats()["work"]["text"] == 1
 
@@ -202,7 +217,9 @@ def test_what_cannot_be_written_becomes_a_tombstone(stream):
     received = [value for _, value in read_all(stream, len(broken))]
     assert all(isinstance(value, Tombstone) for value in received)
     reasons = [value.failure.message for value in received]
-    for reason, part in zip(reasons, ["no such file", "smell", "a.png", "Unicode", "JSON", "JSON"], strict=True):
+    for reason, part in zip(
+        reasons, ["no such file", "smell", "a.png", "Unicode", "JSON", "JSON"], strict=True
+    ):
         assert part in reason
     assert stream.stats()["dead"] == len(broken)
 
@@ -229,7 +246,7 @@ def test_a_damaged_entry_is_reported_not_raised(stream):
 def test_position_trims_what_a_checkpoint_covers(stream):
     stream.add_samples([(index, sample_of(index)) for index in range(10)])
     settle_all(stream)
-    with TokenFeed(stream, length=10, end=(1, 0), timeout_s=20) as feed:
+    with TokenFeed(stream, length=10, end=(1, 0), timeout_s=90) as feed:
         for _ in range(6):
             feed.next()
         with pytest.raises(InvalidInputError, match="can't cover"):

@@ -1,9 +1,14 @@
-"""Property: whatever workers and Redis do, the trainer gets every sample once, in order, with the same tokens."""
+"""Property: whatever workers and Redis do, the trainer gets every sample once, in order, with the same
+tokens.
+"""
 
 from __future__ import annotations
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from ernie5.services.ingest import Ingest
+from ernie5.services.streams import Position, TokenFeed, TokenStream, Tombstone
 from tests.services.stream_helpers import (
     SERVICES,
     Corpus,
@@ -15,9 +20,6 @@ from tests.services.stream_helpers import (
     span_bytes,
     workers,
 )
-
-from ernie5.services.ingest import Ingest
-from ernie5.services.streams import Position, TokenFeed, TokenStream, Tombstone
 
 LENGTH = 6
 EPOCHS = 2
@@ -57,7 +59,9 @@ def lose(client, what: str) -> None:
 
 
 def play(stream: TokenStream, steps) -> None:
-    """Take the steps one after another; ``held`` is what workers have in hand, ``settled`` what they completed."""
+    """Take the steps one after another; ``held`` is what workers have in hand, ``settled`` what they
+    completed.
+    """
     held, settled = [], []
     for number, (what, *details) in enumerate(steps):
         if what == "add":
@@ -94,7 +98,7 @@ def test_order_survives_crashes_repetitions_and_losses(client, steps):
     play(stream, steps)
     ingest = Ingest(stream, Corpus(LENGTH), epochs=EPOCHS, order=in_order, batch_size=3)
     with (
-        TokenFeed(stream, end=(EPOCHS, 0), probe_s=0.02, timeout_s=60) as feed,
+        TokenFeed(stream, end=(EPOCHS, 0), probe_s=0.02, timeout_s=90) as feed,
         ingesting(ingest),
         workers(lambda: TokenStream(client, "test", claim_idle_ms=20, max_attempts=10_000)),
     ):
@@ -122,7 +126,7 @@ def test_out_of_order_publication_is_put_in_order(client, order, start, prefetch
         for entry in entries:
             if entry.ordinal == ordinal:
                 stream.complete(entry, span_bytes(entry))
-    with TokenFeed(stream, (0, start), length=12, end=(1, 0), prefetch=prefetch, timeout_s=20) as feed:
+    with TokenFeed(stream, (0, start), length=12, end=(1, 0), prefetch=prefetch, timeout_s=90) as feed:
         received = list(feed)
     assert [position.position for position, _ in received] == list(range(start, 12))
     assert [sequence.metadata["index"] for _, sequence in received] == list(range(start, 12))

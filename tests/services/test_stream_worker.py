@@ -8,6 +8,12 @@ import threading
 from pathlib import Path
 
 import pytest
+
+from ernie5.protocol.errors import InvalidInputError, TokenizerMismatchError, UnavailableError
+from ernie5.protocol.samples import Sample, Segment
+from ernie5.services.child_process import start_child
+from ernie5.services.streams import TokenFeed, Tombstone
+from ernie5.services.worker import drain
 from tests.services.stream_helpers import (
     HASHES,
     ByteTokenizer,
@@ -19,12 +25,6 @@ from tests.services.stream_helpers import (
     workers,
 )
 
-from ernie5.protocol.errors import InvalidInputError, TokenizerMismatchError, UnavailableError
-from ernie5.protocol.samples import Sample, Segment
-from ernie5.services.child_process import start_child
-from ernie5.services.streams import TokenFeed, Tombstone
-from ernie5.services.worker import drain
-
 WORKER = Path(__file__).with_name("worker_process.py")
 
 
@@ -33,7 +33,7 @@ def texts(*words: str) -> Sample:
 
 
 def read_all(stream, length: int):
-    with TokenFeed(stream, length=length, end=(1, 0), timeout_s=30) as feed:
+    with TokenFeed(stream, length=length, end=(1, 0), timeout_s=90) as feed:
         return [value for _, value in feed]
 
 
@@ -49,7 +49,12 @@ def test_batches_are_drained_and_repetitions_tokenised_once(stream, make_stream)
         received = read_all(stream, 100)
     assert [payloads(value) for value in received] == [(word.encode(),) for word in words]
     assert sum(tokenizers["text"].calls) == 10
-    assert (totals[-1].entries, totals[-1].encoded, totals[-1].reused, totals[-1].published) == (100, 10, 90, 100)
+    assert (totals[-1].entries, totals[-1].encoded, totals[-1].reused, totals[-1].published) == (
+        100,
+        10,
+        90,
+        100,
+    )
 
 
 def test_a_bad_medium_is_tried_in_place_and_buried_with_its_reason(stream, make_stream):
@@ -73,7 +78,9 @@ def test_a_batch_that_raises_is_blamed_on_the_one_at_fault(stream, make_stream):
     stream.add_samples([(index, texts(f"word {index}")) for index in range(7)] + [(7, texts("explosive"))])
     stop = threading.Event()
     thread = threading.Thread(
-        target=drain, args=(Fragile("text"), make_stream(), stop, 8), kwargs={"features": False, "block_ms": 20}
+        target=drain,
+        args=(Fragile("text"), make_stream(), stop, 8),
+        kwargs={"features": False, "block_ms": 20},
     )
     thread.start()
     try:
@@ -125,7 +132,7 @@ def test_killing_a_worker_in_the_middle_of_a_batch_loses_nothing(server, stream,
 def test_media_that_kill_workers_are_buried_and_take_nobody_along(server, stream, tmp_path):
     stream.add_samples([(index, texts(f"word {index}")) for index in range(8)] + [(8, texts("poison"))])
     deaths = 0
-    with TokenFeed(stream, length=9, end=(1, 0), timeout_s=60) as feed:
+    with TokenFeed(stream, length=9, end=(1, 0), timeout_s=90) as feed:
         received = []
 
         def collect() -> None:
@@ -205,10 +212,15 @@ def test_a_worker_with_another_tokenizer_is_refused_unless_it_takes_over(stream,
     stop.set()
     drain(Newer(), make_stream(), stop, features=False, replace_tokenizer=True)
     assert stream.tokenizers()["text"] == f"{HASHES['text']}:-", "a stopped loop takes nothing over"
-    threading.Timer(0.3, stop.set).start()
     stop.clear()
-    drain(Newer(), make_stream(), stop, features=False, replace_tokenizer=True, block_ms=20)
-    assert stream.tokenizers()["text"] == f"{'0d' * 16}:-"
+    options = {"features": False, "replace_tokenizer": True, "block_ms": 20}
+    thread = threading.Thread(target=drain, args=(Newer(), make_stream(), stop), kwargs=options)
+    thread.start()
+    try:
+        wait_for(lambda: stream.tokenizers()["text"] == f"{'0d' * 16}:-", "the takeover")
+    finally:
+        stop.set()
+        thread.join()
 
 
 def test_a_worker_serves_one_service(make_stream):

@@ -1,7 +1,7 @@
 """A tokenizer replica as a process of its own, for tests that kill it.
 
-Usage: worker_process.py URL RUN SERVICE MARKER. It writes the file MARKER when it has its first batch in hand. The payload
-``poison`` kills it, ``stuck`` keeps it busy for ever.
+Usage: worker_process.py URL RUN SERVICE MARKER. It writes the file MARKER when it has its first batch in
+hand. The payload ``poison`` kills it, ``stuck`` keeps it busy for ever.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.services.stream_helpers import ByteTokenizer
-
 from ernie5.services.redis_client import connect
 from ernie5.services.streams import TokenStream
 from ernie5.services.worker import drain
+from tests.services.stream_helpers import ByteTokenizer
 
 
 class FatefulTokenizer(ByteTokenizer):

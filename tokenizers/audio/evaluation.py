@@ -20,13 +20,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ernie5.tokenizers.audio.clips import FRAME_SAMPLES, Clips
 from ernie5.tokenizers.audio.codec import MelCodec
 from ernie5.tokenizers.audio.mel import HOP, LOG_FLOOR, griffin_lim, log_mel
+from ernie5.tokenizers.audio.storage import CODEC_FILE, VOCODER_FILE, read_codec, read_vocoder
 from ernie5.tokenizers.audio.vocoder import Vocoder
-from ernie5.tokenizers.audio.weights import CODEC_FILE, VOCODER_FILE, read_codec, read_vocoder
 
 JUDGE_SAMPLES = 10 * FRAME_SAMPLES  # 0.8 s, the 99th percentile of spoken digits
 LEVELS = (8, 4, 2)
@@ -56,7 +57,7 @@ class DigitJudge(nn.Module):
 
 
 def train_judge(
-    clips: Clips, indices: np.ndarray, steps: int = 1200, batch: int = 48, seed: int = 0
+    clips: Clips, indices: np.ndarray, steps: int = 900, batch: int = 48, seed: int = 0
 ) -> DigitJudge:
     """Train a judge on original digit clips ``indices``, with shifts, loudness, noise and masked bands."""
     torch.manual_seed(seed)
@@ -92,7 +93,7 @@ def in_turn(function: Callable[[Tensor], Tensor], inputs: Tensor, size: int = 16
     return torch.cat([function(chunk) for chunk in inputs.split(size)])
 
 
-def figures(clips: Clips, codec: MelCodec, vocoder: Vocoder, *, seed: int = 0) -> dict[str, Any]:
+def figures(clips: Clips, codec: MelCodec, vocoder: Vocoder, judge: DigitJudge) -> dict[str, Any]:
     """Judge accuracies and log-mel distances on held-out voices, all together and by source.
 
     Returns:
@@ -101,7 +102,6 @@ def figures(clips: Clips, codec: MelCodec, vocoder: Vocoder, *, seed: int = 0) -
         and source, mean absolute difference of log-mels (floor 1e-3) inside the clip.
     """
     held_out = np.flatnonzero((clips.split != "train") & (clips.digit >= 0))
-    judge = train_judge(clips, np.flatnonzero((clips.split == "train") & (clips.digit >= 0)), seed=seed)
     samples = clips.padded(held_out, JUDGE_SAMPLES)
     inside = torch.from_numpy(np.minimum(np.diff(clips.offsets)[held_out], JUDGE_SAMPLES) // HOP)
     digits = torch.from_numpy(clips.digit[held_out])
@@ -114,7 +114,8 @@ def figures(clips: Clips, codec: MelCodec, vocoder: Vocoder, *, seed: int = 0) -
     for levels in LEVELS:
         mels = in_turn(lambda part, levels=levels: codec.decode(codec.encode(part, levels)), original)  # type: ignore[misc]
         decoded[f"vocoder_{levels}"] = in_turn(lambda part: log_mel(vocoder(part)), mels)
-        decoded[f"griffin_lim_{levels}"] = in_turn(lambda part: log_mel(griffin_lim(part)), mels)
+        if levels >= 4:  # phase retrieval is slow
+            decoded[f"griffin_lim_{levels}"] = in_turn(lambda part: log_mel(griffin_lim(part)), mels)
         decoded[f"codec_mel_{levels}"] = mels
 
     mask = (torch.arange(original.shape[-1])[None] < inside[:, None])[:, None].float()
@@ -202,17 +203,30 @@ def pictured(clips: Clips, rows: int = 10) -> list[int]:
     return list(seen.values())[:rows]
 
 
-def evaluate(data: Path, weights: Path, out: Path) -> dict[str, Any]:
+def evaluate(data: Path, weights: Path, out: Path, *, judge_steps: int = 900) -> dict[str, Any]:
     """All figures of the weights in a folder; ``out`` receives ``figures.json`` and ``spectrograms.png``."""
     out.mkdir(parents=True, exist_ok=True)
     clips = Clips.load(data)
     codec, vocoder = read_codec(weights / CODEC_FILE), read_vocoder(weights / VOCODER_FILE)
     draw_spectrograms(clips, pictured(clips), codec, vocoder, out / "spectrograms.png")
-    result = figures(clips, codec, vocoder)
+    judge = _trained_judge(clips, out / "judge.safetensors", judge_steps)
+    result = figures(clips, codec, vocoder, judge)
     result["held_out_sounds_log_mel_l1"] = sound_distances(clips, codec, vocoder)
     result["perplexity"] = perplexities(clips, codec)
     (out / "figures.json").write_text(json.dumps(result, indent=1))
     return result
+
+
+def _trained_judge(clips: Clips, path: Path, steps: int) -> DigitJudge:
+    """The judge in ``path``, trained and kept there first where there is none."""
+    if not path.exists():
+        digits = np.flatnonzero((clips.split == "train") & (clips.digit >= 0))
+        judge = train_judge(clips, digits, steps)
+        save_file(judge.state_dict(), path)
+        return judge
+    judge = DigitJudge()
+    judge.load_state_dict(load_file(path))
+    return judge.eval()
 
 
 def _by_source(values: Tensor, sources: np.ndarray, count: bool = False) -> dict[str, float]:

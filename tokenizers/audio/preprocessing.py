@@ -154,7 +154,7 @@ def _check_header(rate: int, channels: int, samples: int, limits: Limits) -> Non
 
 
 def _refuse_truncated(data: bytes) -> None:
-    """libsndfile silently shortens a WAV or Ogg file that was cut off; this looks before it does."""
+    """libsndfile silently shortens a WAV, AIFF or Ogg file that was cut off; this looks before it does."""
     if data[:4] in (b"RIFF", b"RIFX") and data[8:12] == b"WAVE":
         size_format = "<I" if data[:4] == b"RIFF" else ">I"
         position = 12
@@ -170,6 +170,12 @@ def _refuse_truncated(data: bytes) -> None:
                 return
             position += size + size % 2
         raise InvalidMediaError("the WAV file is truncated: it has no data chunk")
+    if data[:4] == b"FORM" and len(data) >= 8:
+        (size,) = struct.unpack_from(">I", data, 4)
+        if size < _UNKNOWN_SIZE and 8 + size > len(data):
+            raise InvalidMediaError(
+                f"the AIFF file is truncated: {8 + size:,} bytes declared, {len(data):,} there"
+            )
     last_page = data.rfind(b"OggS")
     if data[:4] == b"OggS":
         segments = data[last_page + 26] if last_page + 27 <= len(data) else 256

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -40,8 +41,8 @@ from ernie5.tokenizers.audio.preprocessing import (
     to_codec_rate,
     write_audio,
 )
+from ernie5.tokenizers.audio.storage import CODEC_FILE, SHIPPED, VOCODER_FILE, read_codec, read_vocoder
 from ernie5.tokenizers.audio.vocoder import Vocoder
-from ernie5.tokenizers.audio.weights import CODEC_FILE, SHIPPED, VOCODER_FILE, read_codec, read_vocoder
 from ernie5.tokenizers.base import Medium
 
 Result = TypeVar("Result")
@@ -156,19 +157,19 @@ class AudioTokenizer:
         self, audios: Sequence[bytes | Waveform], *, modality: str = "speech"
     ) -> list[TokenSpan | ErnieMultiError]:
         """:meth:`encode` of each; a bad one yields its error."""
-        return [_or_error(lambda audio=audio: self.encode(audio, modality=modality)) for audio in audios]
+        return [_or_error(partial(self.encode, audio, modality=modality)) for audio in audios]
 
     def decode_batch(
         self, spans: Sequence[TokenSpan], levels: int | None = None
     ) -> list[Waveform | ErnieMultiError]:
         """:meth:`decode` of each; a bad one yields its error."""
-        return [_or_error(lambda span=span: self.decode(span, levels)) for span in spans]
+        return [_or_error(partial(self.decode, span, levels)) for span in spans]
 
     def encode_segments(
         self, segments: Sequence[Segment], *, features: bool = True, latent: bool = False
     ) -> list[TokenSpan | ErnieMultiError]:
         """See :class:`~ernie5.tokenizers.base.Tokenizer`; spans of sounds carry no features and no latent."""
-        return [_or_error(lambda segment=segment: self._encode_segment(segment)) for segment in segments]
+        return [_or_error(partial(self._encode_segment, segment)) for segment in segments]
 
     def decode_spans(
         self, spans: Sequence[TokenSpan], *, content_type: str | None = None
@@ -178,7 +179,7 @@ class AudioTokenizer:
         def decode(span: TokenSpan) -> Medium:
             return Medium(*write_audio(self.decode(span), content_type))
 
-        return [_or_error(lambda span=span: decode(span)) for span in spans]
+        return [_or_error(partial(decode, span)) for span in spans]
 
     def _encode_segment(self, segment: Segment) -> TokenSpan:
         if segment.data is None:

@@ -32,13 +32,12 @@ from torch import Tensor, nn
 from ernie5.tokenizers.audio.clips import Clips, MelStream, waveform_batch
 from ernie5.tokenizers.audio.codec import MelCodec
 from ernie5.tokenizers.audio.mel import log_mel
+from ernie5.tokenizers.audio.storage import CODEC_FILE, VOCODER_FILE, publish, read_codec
 from ernie5.tokenizers.audio.training_state import load_state, save_state
 from ernie5.tokenizers.audio.vocoder import Vocoder
-from ernie5.tokenizers.audio.weights import CODEC_FILE, VOCODER_FILE, publish, read_codec
 
 # Number of levels used, drawn each step: every rate is trained, 4 and 8 most.
 _LEVEL_DRAWS = (1, 2, 3, 4, 4, 4, 5, 6, 7, 8, 8, 8)
-_START_ITEMS = 1500  # crops that the principal components and first codebooks are made of
 _STFT_SIZES = (128, 512, 2048)
 
 
@@ -61,12 +60,43 @@ class Recipe:
     vocoder_batch: int = 8
     vocoder_samples: int = 10_240
     digit_share: float = 0.4
+    start_items: int = 1500  # crops that the principal components and first codebooks are made of
     save_every: int = 250
     seed: int = 0
 
 
-def train(data: Path, out: Path, recipe: Recipe, *, show_progress: bool = True) -> dict[str, Any]:
+OnStep = Callable[[str, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Where a run writes and whom it tells: after each step, the phase's name and the steps done."""
+
+    out: Path
+    recipe: Recipe
+    progress: Progress
+    on_step: OnStep
+
+
+@dataclass(frozen=True, slots=True)
+class _Phase:
+    name: str
+    steps: int
+    minutes: float
+    learning_rate: float
+
+
+def train(
+    data: Path, out: Path, recipe: Recipe, *, show_progress: bool = True, on_step: OnStep | None = None
+) -> dict[str, Any]:
     """Train both models on the ``train`` split of ``data`` and publish them into ``out``.
+
+    Args:
+        data: folder of clips.
+        out: folder of the run; an interrupted one goes on from its last saved step.
+        recipe: sizes.
+        show_progress: draw a bar.
+        on_step: called after each step with the phase (``codec``, ``vocoder``) and the steps done.
 
     Returns the curves of both phases, also written as ``out/metrics.json``.
     """
@@ -77,8 +107,9 @@ def train(data: Path, out: Path, recipe: Recipe, *, show_progress: bool = True) 
         raise ValueError(f"{data} holds no clip of the split 'train'; splits: {sorted(set(clips.split))}")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, TextColumn("{task.fields[note]}"), disable=not show_progress) as progress:
-        codec_history = train_codec(clips, indices, out, recipe, progress)
-        vocoder_history = train_vocoder(clips, indices, out, recipe, progress)
+        run = _Run(out, recipe, progress, on_step or (lambda phase, step: None))
+        codec_history = _train_codec(clips, indices, run)
+        vocoder_history = _train_vocoder(clips, indices, run)
     metrics = {
         "train_minutes_of_audio": float(np.diff(clips.offsets)[indices].sum() / 16_000 / 60),
         "codec": codec_history,
@@ -88,10 +119,9 @@ def train(data: Path, out: Path, recipe: Recipe, *, show_progress: bool = True) 
     return metrics
 
 
-def train_codec(
-    clips: Clips, indices: np.ndarray, out: Path, recipe: Recipe, progress: Progress
-) -> dict[str, Any]:
-    """Train the codec on log-mels of clips ``indices`` and publish it as ``out/codec.safetensors``."""
+def _train_codec(clips: Clips, indices: np.ndarray, run: _Run) -> dict[str, Any]:
+    """Train the codec on log-mels of clips ``indices`` and publish it."""
+    recipe = run.recipe
     torch.manual_seed(recipe.seed)
     stream = MelStream.of(clips, indices)
     codec = MelCodec()
@@ -101,7 +131,7 @@ def train_codec(
         return stream.batch(recipe.codec_batch, recipe.codec_frames, recipe.digit_share, random), random
 
     random = np.random.default_rng((recipe.seed, 0))
-    first = stream.batch(_START_ITEMS, recipe.codec_frames, recipe.digit_share, random)
+    first = stream.batch(recipe.start_items, recipe.codec_frames, recipe.digit_share, random)
     codec.start(first, torch.Generator().manual_seed(recipe.seed))
 
     def loss_of(step: int, done: float) -> tuple[Tensor, dict[str, float]]:
@@ -114,20 +144,17 @@ def train_codec(
         loss = distance + 0.5 * F.mse_loss(output, mels) + 0.25 * quantised.commitment
         return loss, {"log_mel_l1": distance.item(), "restarted": float(dead)}
 
-    history = _optimise(
-        "codec", codec, loss_of, out, recipe, recipe.codec_steps, recipe.codec_minutes,
-        recipe.codec_learning_rate, progress,
-    )  # fmt: skip
-    publish(codec, out / CODEC_FILE)
+    phase = _Phase("codec", recipe.codec_steps, recipe.codec_minutes, recipe.codec_learning_rate)
+    history = _optimise(codec, loss_of, phase, run)
+    publish(codec, run.out / CODEC_FILE)
     return history
 
 
-def train_vocoder(
-    clips: Clips, indices: np.ndarray, out: Path, recipe: Recipe, progress: Progress
-) -> dict[str, Any]:
-    """Train the vocoder on true mels and on those that the published codec of ``out`` decodes."""
+def _train_vocoder(clips: Clips, indices: np.ndarray, run: _Run) -> dict[str, Any]:
+    """Train the vocoder on true mels and on those that the published codec decodes."""
+    recipe = run.recipe
     torch.manual_seed(recipe.seed)
-    codec = read_codec(out / CODEC_FILE)
+    codec = read_codec(run.out / CODEC_FILE)
     vocoder = Vocoder()
 
     def loss_of(step: int, done: float) -> tuple[Tensor, dict[str, float]]:
@@ -142,11 +169,9 @@ def train_vocoder(
         loss, distance = spectral_loss(vocoder(mels), samples)
         return loss, {"log_mel_l1": distance}
 
-    history = _optimise(
-        "vocoder", vocoder, loss_of, out, recipe, recipe.vocoder_steps, recipe.vocoder_minutes,
-        recipe.vocoder_learning_rate, progress,
-    )  # fmt: skip
-    publish(vocoder, out / VOCODER_FILE)
+    phase = _Phase("vocoder", recipe.vocoder_steps, recipe.vocoder_minutes, recipe.vocoder_learning_rate)
+    history = _optimise(vocoder, loss_of, phase, run)
+    publish(vocoder, run.out / VOCODER_FILE)
     return history
 
 
@@ -168,35 +193,34 @@ def spectral_loss(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
 
 
 def _optimise(
-    name: str,
     module: nn.Module,
     loss_of: Callable[[int, float], tuple[Tensor, dict[str, float]]],
-    out: Path,
-    recipe: Recipe,
-    steps: int,
-    minutes: float,
-    learning_rate: float,
-    progress: Progress,
+    phase: _Phase,
+    run: _Run,
 ) -> dict[str, Any]:
     """AdamW with warm-up and cosine decay, clipped gradients, resumable; returns the history.
 
     ``loss_of(step, done)`` draws everything random from ``step``, so that a resumed run repeats nothing.
     """
-    optimiser = torch.optim.AdamW(module.parameters(), learning_rate, betas=(0.8, 0.99), weight_decay=1e-4)
-    state = out / f"{name}-training.safetensors"
-    first, history = 0, {"steps": 0, "minutes": 0.0, "curve": []}
+    optimiser = torch.optim.AdamW(
+        module.parameters(), phase.learning_rate, betas=(0.8, 0.99), weight_decay=1e-4
+    )
+    state = run.out / f"{phase.name}-training.safetensors"
+    first = 0
+    history: dict[str, Any] = {"steps": 0, "minutes": 0.0, "curve": []}
     if state.exists():
         first, history = load_state(state, module, optimiser)
-    task = progress.add_task(name, total=steps, completed=first, note="")
+    task = run.progress.add_task(phase.name, total=phase.steps, completed=first, note="")
     module.train()
     smooth: dict[str, float] = {}
     before, started = history["minutes"], time.monotonic()
-    for step in range(first, steps):
+    for step in range(first, phase.steps):
         spent = before + (time.monotonic() - started) / 60
-        done = max(step / steps, spent / minutes if minutes else 0.0)
+        done = max(step / phase.steps, spent / phase.minutes if phase.minutes else 0.0)
         if done >= 1.0:
             break
-        rate = learning_rate * min(1.0, (step + 1) / 100) * (0.5 + 0.5 * math.cos(math.pi * done)) + 1e-5
+        cosine = 0.5 + 0.5 * math.cos(math.pi * done)
+        rate = phase.learning_rate * min(1.0, (step + 1) / 100) * cosine + 1e-5
         for group in optimiser.param_groups:
             group["lr"] = rate
         loss, measured = loss_of(step, done)
@@ -207,11 +231,12 @@ def _optimise(
         for key, value in measured.items():
             smooth[key] = 0.98 * smooth.get(key, value) + 0.02 * value
         note = " ".join(f"{key} {value:.3f}" for key, value in smooth.items())
-        progress.update(task, advance=1, note=note)
+        run.progress.update(task, advance=1, note=note)
         history["steps"], history["minutes"] = step + 1, before + (time.monotonic() - started) / 60
-        if (step + 1) % recipe.save_every == 0:
+        if (step + 1) % run.recipe.save_every == 0:
             history["curve"].append({"step": step + 1, "minutes": round(history["minutes"], 2), **smooth})
             save_state(state, module, optimiser, step + 1, history)
+        run.on_step(phase.name, step + 1)
     save_state(state, module, optimiser, history["steps"], history)
     return history
 

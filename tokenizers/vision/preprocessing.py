@@ -85,9 +85,7 @@ def open_image(source: bytes | Image.Image, limits: ImageLimits | None = None) -
     except MemoryError:
         raise MediaTooLargeError("picture does not fit the memory; shrink it first") from None
     except Image.UnidentifiedImageError:
-        raise InvalidMediaError(
-            f"{len(source)} bytes are no picture in a known format ({', '.join(FORMATS)})"
-        ) from None
+        raise InvalidMediaError(f"data is no picture in a known format ({', '.join(FORMATS)})") from None
     # Decoders raise nearly any type on damaged data (OSError, SyntaxError, struct.error, IndexError, …).
     except Exception as error:
         raise InvalidMediaError(f"picture can't be decoded: {error or type(error).__name__}") from error

@@ -272,5 +272,6 @@ def _half(values: Tensor) -> np.ndarray:
 
 def _to_file(picture: Image.Image, container: str) -> bytes:
     buffer = io.BytesIO()
-    picture.save(buffer, container, quality=95, lossless=True)  # a container takes the options it knows
+    # Each container takes the options it knows.
+    picture.save(buffer, container, quality=95, lossless=True)
     return buffer.getvalue()

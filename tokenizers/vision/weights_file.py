@@ -21,6 +21,7 @@ def save_weights(model: VisionModel, path: Path, card: dict[str, object]) -> Non
     path.parent.mkdir(parents=True, exist_ok=True)
     tensors = {name: value.half().contiguous() for name, value in model.state_dict().items()}
     save_file(tensors, path)
+    path.chmod(0o644)  # safetensors writes for the owner alone; these files are packaged
     head = {"format_version": FORMAT_VERSION, "config": model.config.as_json(), "sha256": _digest(path)}
     path.with_suffix(".json").write_text(json.dumps({**head, **card}, indent=1, ensure_ascii=False) + "\n")
 

@@ -99,9 +99,12 @@ def test_large_pillow_pictures_and_files_are_refused():
         open_image(file_of(gradient()), ImageLimits(max_bytes=100))
 
 
-def test_pillow_pictures_that_have_no_rgb_are_refused():
-    with pytest.raises(InvalidMediaError, match="decoded"):
-        open_image(Image.new("LAB", (8, 8)))
+@pytest.mark.parametrize(
+    "mode", ["1", "L", "LA", "P", "PA", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV", "I", "F"]
+)
+def test_every_mode_of_pillow_becomes_rgb(mode):
+    picture = open_image(Image.new(mode, (9, 7)))
+    assert picture.mode == "RGB" and picture.size == (9, 7)
 
 
 def test_unknown_formats_are_refused():

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from ernie5.tokenizers.audio.codec import MelCodec
 from ernie5.tokenizers.audio.vocoder import Vocoder
+
+Model = TypeVar("Model", MelCodec, Vocoder)
 
 SHIPPED = Path(__file__).parent / "weights"
 CODEC_FILE, VOCODER_FILE, CARD_FILE = "codec.safetensors", "vocoder.safetensors", "audio.json"
@@ -35,38 +38,29 @@ def publish(module: MelCodec | Vocoder, path: Path) -> None:
 
 
 def read_codec(path: Path) -> MelCodec:
-    """The codec in file ``path``, float32, ready for inference."""
-    tensors, config = _read(path)
-    codec = MelCodec(MelCodec.Config.from_json(json.loads(config)))
-    _fill(codec, tensors, path)
-    return codec
+    """The codec in file ``path``, float32, ready for inference; ``ValueError`` where it is damaged."""
+    return _read(path, MelCodec)
 
 
 def read_vocoder(path: Path) -> Vocoder:
-    """The vocoder in file ``path``, float32, ready for inference."""
-    tensors, config = _read(path)
-    vocoder = Vocoder(Vocoder.Config.from_json(json.loads(config)))
-    _fill(vocoder, tensors, path)
-    return vocoder
+    """The vocoder in file ``path``, float32, ready for inference; ``ValueError`` where it is damaged."""
+    return _read(path, Vocoder)
 
 
-def _read(path: Path) -> tuple[dict[str, Tensor], str]:
+def _read(path: Path, model: type[Model]) -> Model:
     try:
         with safe_open(path, framework="pt") as file:
-            config = (file.metadata() or {}).get("config")
-            if config is None:
-                raise ValueError(
-                    f"{path} has no configuration in its metadata; publish it with the training recipe"
-                )
-            return {name: file.get_tensor(name) for name in file.keys()}, config  # noqa: SIM118 (not a mapping)
+            config = (file.metadata() or {}).get("config", "null")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except SafetensorError as error:
         raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
-
-
-def _fill(module: nn.Module, tensors: dict[str, Tensor], path: Path) -> None:
+    try:
+        module = model(model.Config.from_json(json.loads(config)))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} holds no {model.__name__}: its configuration is {config}") from error
     expected = {name for name in module.state_dict() if name not in _TRAINING_ONLY}
     if expected != tensors.keys():
         odd = sorted(expected ^ tensors.keys())
         raise ValueError(f"{path} does not fit its configuration; tensors in one only: {', '.join(odd[:5])}")
     module.load_state_dict({name: tensor.float() for name, tensor in tensors.items()}, strict=False)
-    module.requires_grad_(False).eval()
+    return module.requires_grad_(False).eval()

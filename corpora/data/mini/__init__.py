@@ -1,0 +1,1 @@
+"""The mini corpus; rebuild it with ``ernie-multi corpus build mini``."""

@@ -1,0 +1,226 @@
+"""`ernie-multi demo`: the main job from raw media to a trained model and its answers.
+
+An embedded Redis, the three tokenizer services and ingest are started, `mini` is trained from scratch on the mini
+corpus through the stream, and then asked on held-out input. Everything lands in the run's folder:
+``report.html``, ``figures.json``, checkpoints, logs.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import time
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+import ernie_multi
+from ernie5.protocol.samples import Sample
+from ernie5.protocol.tokens import TokenSegment, TokenSequence
+
+# Chosen so that training takes about ten minutes on two cores.
+STEPS = 550
+QUICK_STEPS = 6
+QUICK_LIMIT = 12
+TRAINING: dict[str, Any] = {
+    "rows": 4,
+    "row_length": 1024,
+    "learning_rate": 3e-3,
+    "checkpoint_every": 200,
+    "keep_checkpoints": 1,
+}
+# Samples an epoch for each item: the tasks that take longest to learn come more often.
+REPEATS: dict[str, int] = {}
+
+
+def run(
+    out: Path,
+    *,
+    steps: int | None = None,
+    minutes: float | None = None,
+    quick: bool = False,
+) -> None:
+    """Run the demo; a second run with the same length reuses the trained model.
+
+    ``steps`` or ``minutes`` train for longer or shorter; ``quick`` takes a few steps and asks a few questions.
+    """
+    from ernie5.backbone.training.checkpoint import checkpoints
+    from ernie_multi.training import train
+
+    console = Console(stderr=True)
+    started = time.monotonic()
+    wanted = steps if steps is not None else (QUICK_STEPS if quick else STEPS)
+    plan = {
+        "steps": wanted,
+        "minutes": minutes,
+        "training": TRAINING,
+        "repeats": REPEATS,
+        "tokenizers": tokenizer_hashes(),
+    }
+    ready = _reusable(out, plan)
+    if not ready:
+        for old in ("redis", "processes", "metrics.jsonl"):
+            path = out / old
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        for checkpoint in checkpoints(out):
+            shutil.rmtree(checkpoint)
+        out.mkdir(parents=True, exist_ok=True)
+        result = train(
+            "mini",
+            out,
+            preset="mini",
+            steps=wanted,
+            minutes=minutes,
+            overrides=TRAINING,
+            repeats=REPEATS,
+            console=console,
+        )
+        plan["seconds"] = round(result.seconds, 1)
+        plan["skipped"] = dict(result.skipped)
+        (out / "demo.json").write_text(json.dumps(plan, indent=1) + "\n")
+    else:
+        console.print(f"{out} holds a model of this length already; asking it again")
+        plan = json.loads((out / "demo.json").read_text())
+    figures = ask(out, checkpoints(out)[-1], plan, quick=quick, console=console)
+    figures["wall_seconds"] = round(time.monotonic() - started, 1)
+    _show(figures, console)
+    console.print(f"[bold]report: {out / 'report.html'}[/]   figures: {out / 'figures.json'}")
+
+
+def tokenizer_hashes() -> dict[str, str]:
+    """Hashes of the shipped tokenizers: a model of other ones is not reused."""
+    from ernie5.services.tokenizer_service import TOKENIZERS, load_tokenizer
+
+    return {name: load_tokenizer(name).hash for name in TOKENIZERS}
+
+
+def _reusable(out: Path, plan: Mapping[str, Any]) -> bool:
+    from ernie5.backbone.training.checkpoint import checkpoints
+
+    try:
+        made = json.loads((out / "demo.json").read_text())
+    except (OSError, ValueError):
+        return False
+    same = all(made.get(key) == json.loads(json.dumps(value)) for key, value in plan.items())
+    return same and bool(checkpoints(out))
+
+
+def ask(out: Path, folder: Path, plan: Mapping[str, Any], *, quick: bool, console: Console) -> dict[str, Any]:
+    """Examine a trained model on the held-out part of the mini corpus; writes the report and the figures."""
+    from ernie5.corpora.corpus import open_corpus
+    from ernie_multi.demo_tasks import Example, Judges, examine
+    from ernie_multi.local import LocalModel
+    from ernie_multi.report import write_report
+
+    model = LocalModel(folder, capacity=64, max_length=256)
+    train, test = open_corpus("mini"), open_corpus("mini", "test")
+    with console.status("training the judges on real digits and real speech"):
+        judges = Judges(model, train, scale=0.1 if quick else 1.0)
+    with console.status("asking on held-out input"):
+        examination = examine(model, train, test, limit=QUICK_LIMIT if quick else 400, judges=judges)
+        use = expert_use(model, [test[i] for i in range(0, len(test), max(1, len(test) // 200))])
+    prediction, inputs = article_call(folder)
+    outputs = {"image": prediction.image, "audio": prediction.audio}
+    examination.examples.append(
+        Example(
+            "predict",
+            inputs["text"],
+            "",
+            prediction.text,
+            None,
+            {"image": Path(inputs["image"]).read_bytes(), "audio": Path(inputs["audio"]).read_bytes()},
+            {name: data for name, data in outputs.items() if data is not None},
+        )
+    )
+    figures = dict(examination.figures)
+    metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    figures |= {
+        "steps": metrics[-1]["step"],
+        "training_seconds": plan.get("seconds"),
+        "tokens_per_second": round(float(np.median([row["tokens"] / row["seconds"] for row in metrics]))),
+        "samples_skipped": sum(plan.get("skipped", {}).values()),
+    }
+    (out / "figures.json").write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
+    parameters = sum(parameter.numel() for parameter in model.model.parameters())
+    write_report(
+        out / "report.html",
+        metrics=metrics,
+        figures=figures,
+        examples=examination.examples,
+        expert_use=use,
+        facts={
+            "network": f"{model.model.config.name}: {parameters / 1e6:.1f} M parameters, "
+            f"{model.model.config.layers} layers, {model.model.config.experts} experts of which "
+            f"{model.model.config.top_k} a token",
+            "training": f"{metrics[-1]['step']} steps, {plan.get('seconds')} s, "
+            f"{sum(row['tokens'] for row in metrics)} positions",
+            "machine": f"{platform.machine()}, Python {platform.python_version()}",
+            "version": ernie_multi.__version__,
+        },
+    )
+    return figures
+
+
+def article_call(folder: Path) -> tuple[Any, dict[str, str]]:
+    """The call of the article, on the example files that ship."""
+    inputs = {"text": "这是一只猫", "image": str(example("cat.jpg")), "audio": str(example("meow.wav"))}
+    return ernie_multi.ErnieMulti(model=folder).predict(inputs), inputs
+
+
+def example(name: str) -> Path:
+    """A file of ``examples/``: beside the sources, else as installed."""
+    beside = Path(__file__).resolve().parent.parent / "examples" / name
+    return beside if beside.exists() else Path(str(resources.files(ernie_multi) / "examples" / name))
+
+
+def expert_use(model: Any, samples: list[Sample]) -> dict[str, np.ndarray]:
+    """Share of each expert by layer for each kind of position, on full samples; ``[layers, experts]``."""
+    import torch
+
+    from ernie5.backbone.layout import GROUPS, lay_out, pack
+    from ernie5.backbone.model.experts import Routing
+    from ernie5.protocol.vocabulary import UnifiedVocabulary
+
+    config = model.model.config
+    vocabulary = UnifiedVocabulary(config.text_vocabulary)
+    layouts = []
+    for sample in samples:
+        spans = model.encode(list(sample.segments))
+        segments = tuple(TokenSegment(span, part.role) for span, part in zip(spans, sample.segments))
+        layouts.append(lay_out(TokenSequence(sample.sample_id, segments), config, vocabulary))
+    length = sum(len(layout) for layout in layouts)
+    batch = pack([layouts], length, config)
+    routing = Routing(keep_choices=True)
+    with torch.inference_mode():
+        model.model(batch, routing=routing)
+    group = batch.group.flatten()
+    use: dict[str, np.ndarray] = {}
+    for number, name in enumerate(GROUPS):
+        here = group == number
+        if not here.any():
+            continue
+        share = np.zeros((config.layers, config.experts))
+        for layer, choices in routing.choices.items():
+            chosen = choices[here].flatten()
+            share[layer] = torch.bincount(chosen[chosen >= 0], minlength=config.experts).numpy() / max(
+                len(chosen), 1
+            )
+        use[name] = share
+    return use
+
+
+def _show(figures: Mapping[str, Any], console: Console) -> None:
+    from rich.table import Table
+
+    table = Table("held-out figure", "correct", "questions", "judge on real items")
+    for name in [key.removesuffix("_n") for key in figures if key.endswith("_n")]:
+        judge = figures.get(f"{name}_judge")
+        table.add_row(
+            name, f"{figures[name]:.1%}", str(figures[f"{name}_n"]), "" if judge is None else f"{judge:.1%}"
+        )
+    console.print(table)

@@ -1,0 +1,331 @@
+"""Training runs: `ernie-multi train` with everything it needs, and the trainer as a service of its own.
+
+``train`` starts a Redis (unless ``REDIS_URL`` names one), the tokenizer services and ingest as processes, and
+trains in this one; every token comes out of a tokenizer service and through Redis. The trainer service does only
+the last part, against a stack that runs elsewhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from pydantic import Field
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from ernie5.protocol.errors import InvalidInputError, UnavailableError
+from ernie5.protocol.modalities import modality_of
+from ernie5.protocol.service_settings import RedisSettings, StreamSettings
+from ernie5.protocol.settings import Settings, load_settings
+from ernie5.services.processes import ProcessSpec, Supervisor
+from ernie_multi.stack import command_of, free_port, redis_for
+
+if TYPE_CHECKING:
+    from ernie5.backbone.training.trainer import StepReport, Trainer, TrainingConfig
+    from ernie5.services.streams import RunStream, TokenFeed
+
+logger = logging.getLogger(__name__)
+
+_READY_S = 300.0
+_TOKENIZERS_S = 180.0
+
+
+class TrainerSettings(Settings):
+    """The trainer service.
+
+    ``out`` receives checkpoints and metrics; a run that has a checkpoint there goes on from it. ``rows`` and
+    ``row_length`` shape a step, see :class:`~ernie5.backbone.training.trainer.TrainingConfig`.
+    """
+
+    section: ClassVar[str] = "trainer"
+
+    out: Path = Path("runs/trainer")
+    preset: str = "mini"
+    steps: Annotated[int, Field(ge=1)] = 1000
+    rows: Annotated[int, Field(ge=1)] = 4
+    row_length: Annotated[int, Field(ge=16)] = 1024
+    learning_rate: Annotated[float, Field(gt=0)] = 3e-3
+    checkpoint_every: Annotated[int, Field(ge=1)] = 200
+    compute_dtype: str = "float32"
+    seed: int = 0
+    threads: Annotated[int, Field(ge=0)] = 0
+
+
+@dataclass
+class TrainingResult:
+    """What a run did: the newest checkpoint, steps done, samples left out by reason, seconds of stepping."""
+
+    checkpoint: Path
+    steps: int
+    skipped: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+
+
+def train(
+    data: str,
+    out: Path,
+    *,
+    preset: str = "mini",
+    steps: int | None = None,
+    minutes: float | None = None,
+    resume: bool = False,
+    seed: int = 0,
+    overrides: dict[str, Any] | None = None,
+    repeats: dict[str, int] | None = None,
+    console: Console | None = None,
+    while_running: Callable[[str, int], None] | None = None,
+) -> TrainingResult:
+    """Train on a corpus, starting what is needed; leaves ``out/step-…`` and ``out/metrics.jsonl``.
+
+    Args:
+        data: a corpus by name, or a path.
+        out: the run's folder; its name is the run's name on the stream.
+        steps: how many; ``minutes`` chooses the number from the speed of the first ones instead.
+        resume: go on from the newest checkpoint in ``out``; without it a folder with checkpoints is refused.
+        overrides: further fields of ``TrainingConfig``.
+        repeats: samples an epoch for each item of a task.
+        while_running: called once with the Redis address and the tokenizers' port when all is up.
+
+    Raises:
+        InvalidInputError: no such corpus or preset, or a folder that holds another run.
+        UnavailableError: a process did not come up.
+    """
+    from ernie5.backbone.training.checkpoint import checkpoints
+    from ernie5.backbone.training.trainer import TrainingConfig
+    from ernie5.corpora.corpus import open_corpus
+
+    console = console or Console(stderr=True)
+    corpus = open_corpus(data)
+    if checkpoints(out) and not resume:
+        raise InvalidInputError(
+            f"{out} holds checkpoints of an earlier run; go on with --resume, or name another folder",
+            param="out",
+        )
+    training = TrainingConfig(steps=steps or 1000, seed=seed, **(overrides or {}))
+    out.mkdir(parents=True, exist_ok=True)
+    run = out.resolve().name
+    console.print(
+        f"{len(corpus)} samples of {data}: {', '.join(f'{k} {v}' for k, v in corpus.tasks.items())}"
+    )
+    with ExitStack() as stack:
+        redis_url = stack.enter_context(redis_for(out))
+        supervisor = stack.enter_context(Supervisor(out))
+        port = free_port()
+        environment = {
+            "REDIS_URL": redis_url,
+            "ERNIE_MULTI_RUN": run,
+            "ERNIE_MULTI_STREAM_RUN": run,
+            "ERNIE_MULTI_SERVICE_PORT": str(port),
+            "ERNIE_MULTI_SERVICE_RUN_DIR": str(out),
+            "ERNIE_MULTI_INGEST_CORPUS": data,
+            "ERNIE_MULTI_INGEST_SEED": str(seed),
+            "ERNIE_MULTI_INGEST_REPEATS": ",".join(f"{k}={v}" for k, v in (repeats or {}).items()),
+            # The trainer needs the cores; a tokenizer replica is busy in the first epoch only.
+            "OMP_NUM_THREADS": "1",
+        }
+        with console.status(f"starting the tokenizer services (log: {out / 'logs' / 'tokenizers.log'})"):
+            supervisor.start(
+                [
+                    ProcessSpec(
+                        "tokenizers",
+                        command_of("text", "audio", "vision"),
+                        env=environment,
+                        ready=f"http://127.0.0.1:{port}/vision/ready",
+                        ready_timeout_s=_READY_S,
+                        port=port,
+                        restarts=3,
+                    ),
+                    ProcessSpec("ingest", command_of("ingest"), env=environment, restarts=3),
+                ]
+            )
+        if while_running is not None:
+            while_running(redis_url, port)
+        return _train_here(redis_url, run, preset, training, out, minutes=minutes, console=console)
+
+
+def run_trainer() -> None:
+    """The trainer service: train on the stream of ``REDIS_URL`` until ``ERNIE_MULTI_TRAINER_STEPS``.
+
+    SIGTERM and Ctrl-C write a checkpoint before the process ends.
+    """
+    from ernie5.backbone.training.trainer import TrainingConfig
+
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    settings = load_settings(TrainerSettings)
+    stream = load_settings(StreamSettings)
+    url = load_settings(RedisSettings)
+    training = TrainingConfig(
+        steps=settings.steps,
+        rows=settings.rows,
+        row_length=settings.row_length,
+        learning_rate=settings.learning_rate,
+        checkpoint_every=settings.checkpoint_every,
+        compute_dtype=settings.compute_dtype,
+        seed=settings.seed,
+        threads=settings.threads,
+    )
+    result = _train_here(
+        url, stream.run, settings.preset, training, settings.out, console=Console(stderr=True)
+    )
+    print(f"trainer: {result.steps} steps, newest checkpoint {result.checkpoint}", flush=True)
+
+
+def _train_here(
+    redis: RedisSettings | str,
+    run: str,
+    preset_name: str,
+    training: TrainingConfig,
+    out: Path,
+    *,
+    minutes: float | None = None,
+    console: Console,
+) -> TrainingResult:
+    from ernie5.backbone.config import preset
+    from ernie5.backbone.training.trainer import Trainer
+    from ernie5.services.redis_client import connect
+    from ernie5.services.streams import Position, RunStream, TokenFeed
+
+    stream = RunStream(connect(redis), run)
+    hashes = wait_for_tokenizers(stream)
+    skipped: Counter[str] = Counter()
+
+    def on_skip(position: int, reason: str) -> None:
+        skipped[reason] += 1
+        logger.warning("sample %d is left out: %s", position, reason)
+
+    trainer = Trainer(preset(preset_name), training, out, hashes, on_skip=on_skip)
+    if trainer.resume():
+        console.print(f"going on from step {trainer.step}, sample {trainer.position}")
+    length = _corpus_length(stream)
+    if minutes is not None:
+        training = trainer.training = _sized(trainer, minutes, training)
+
+    def want_checkpoint() -> None:
+        trainer.checkpoint_wanted = True
+
+    start = Position.of(trainer.position, length)
+    with TokenFeed(stream, start, on_checkpoint_asked=want_checkpoint) as feed:
+        trainer.on_checkpoint = lambda position: feed.commit(Position.of(position, length))
+        began = time.perf_counter()
+        for _ in _shown(
+            _until_signal(trainer, trainer.run(_samples(feed, length, skipped))), trainer, console
+        ):
+            pass
+        seconds = time.perf_counter() - began
+    from ernie5.backbone.training.checkpoint import checkpoints
+
+    if skipped:
+        reasons = "; ".join(f"{count} x {reason}" for reason, count in skipped.most_common(3))
+        console.print(f"{sum(skipped.values())} samples were left out ({reasons})")
+    return TrainingResult(checkpoints(out)[-1], trainer.step, skipped, seconds)
+
+
+def _samples(feed: TokenFeed, length: int, skipped: Counter[str]) -> Iterator[tuple[int, Any]]:
+    """The feed as the trainer reads it: (ordinal, sequence), None for a tombstone."""
+    from ernie5.services.streams import Tombstone
+
+    for position, value in feed:
+        if isinstance(value, Tombstone):
+            skipped[value.failure.message] += 1
+            yield position.ordinal(length), None
+        else:
+            yield position.ordinal(length), value
+
+
+def wait_for_tokenizers(stream: RunStream, timeout_s: float = _TOKENIZERS_S) -> dict[str, str]:
+    """Service name to tokenizer hash, once all three services have joined the run.
+
+    Raises:
+        UnavailableError: one did not come in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        hashes: dict[str, str] = {}
+        for modality, value in stream.tokenizers().items():
+            hashes[modality_of(modality).service] = value.partition(":")[0]
+        missing = {"text", "audio", "vision"} - hashes.keys()
+        if not missing:
+            return hashes
+        if time.monotonic() > deadline:
+            raise UnavailableError(
+                f"no {', '.join(sorted(missing))} tokenizer service has joined run {stream.keys.run!r} within "
+                f"{timeout_s:.0f} s; start them with `ernie-multi service` and the same run and REDIS_URL"
+            )
+        time.sleep(0.1)
+
+
+def _corpus_length(stream: RunStream, timeout_s: float = _TOKENIZERS_S) -> int:
+    deadline = time.monotonic() + timeout_s
+    while (known := stream.corpus()) is None:
+        if time.monotonic() > deadline:
+            raise UnavailableError(
+                f"no ingest has joined run {stream.keys.run!r} within {timeout_s:.0f} s; start one with "
+                "`ernie-multi service ingest`"
+            )
+        time.sleep(0.1)
+    return int(known["length"])
+
+
+def _sized(trainer: Trainer, minutes: float, training: TrainingConfig) -> TrainingConfig:
+    """The number of steps that takes about ``minutes``, from a timed pass over rows of noise."""
+    seconds = trainer.time_step()
+    return training.model_copy(update={"steps": trainer.step + max(1, round(minutes * 60 / seconds))})
+
+
+def _until_signal(trainer: Trainer, reports: Iterator[StepReport]) -> Iterator[StepReport]:
+    """End after the step during which SIGINT or SIGTERM came, with a checkpoint."""
+    asked: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda got, _: asked.append(got)) for number in numbers}
+    try:
+        for report in reports:
+            yield report
+            if asked:
+                trainer.checkpoint()
+                raise KeyboardInterrupt
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _shown(reports: Iterator[StepReport], trainer: Trainer, console: Console) -> Iterator[StepReport]:
+    columns = (
+        TextColumn("training"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[losses]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    said = time.monotonic()
+    with Progress(*columns, console=console, refresh_per_second=2) as progress:
+        bar = progress.add_task("", total=trainer.training.steps, completed=trainer.step, losses="")
+        for report in reports:
+            losses = " ".join(f"{name} {value:.3f}" for name, value in report.losses.items())
+            progress.update(bar, completed=report.step, losses=losses)
+            if not console.is_terminal and time.monotonic() - said > 30:
+                said = time.monotonic()
+                console.print(
+                    f"step {report.step}/{trainer.training.steps}: {losses}, "
+                    f"{report.tokens / report.seconds:.0f} tokens/s, sample {report.next_position}"
+                )
+            yield report
