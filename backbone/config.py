@@ -133,7 +133,7 @@ PRESETS: dict[str, BackboneConfig] = {
         expert_width=32,
     ),
     # Trains in minutes on two CPU cores.
-    "mini": BackboneConfig(name="mini"),
+    "mini": BackboneConfig(name="mini", width=192, heads=6, key_heads=3, head_dim=32, expert_width=96),
     "base": BackboneConfig(
         name="base",
         layers=12,

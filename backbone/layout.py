@@ -4,8 +4,8 @@ One sequence carries every modality (ERNIE 5.0 report, section 2):
 
 * text: position i predicts token i + 1 (NTP).
 * a generated picture: the position before it (its grid marker) predicts scale 1; the inputs of a scale-k
-  block are the earlier scales, accumulated and resized to the grid of scale k, one slot per predicted cell and
-  visible to each other in both directions; a last slot holds the sum of all scales and predicts the end
+  block are the earlier scales, accumulated and resized to the grid of scale k, one slot per predicted cell
+  and visible to each other in both directions; a last slot holds the sum of all scales and predicts the end
   marker (NFSP).
 * generated sound: a frame predicts the next one, all residual levels depth-wise; the begin marker predicts
   the first frame and the last frame predicts "end" at every level (NCP).
@@ -45,13 +45,15 @@ class SampleLayout:
         token: int64 ``[n]``, unified id where kind is TOKEN, else 0.
         position: float32 ``[n, 3]``, Uni-RoPE (t, h, w).
         first_visible: int32 ``[n]``: first row that sees this column.
-        hidden: int32 ``[n, 2]``: rows in [start, end) that don't see this column (sparse audio), maybe empty.
+        hidden: int32 ``[n, 2]``: rows in [start, end) that don't see this column (sparse audio).
         features: per encoder float16 ``[m, K, D]`` for the FEATURE positions in order.
         scale_values, scale_index: float32 ``[c, bits]`` and int64 ``[c]`` for the SCALE positions in order.
         frames: int64 ``[f, Q]`` codes for the FRAME positions in order.
         text_target: int64 ``[n]``, NO_TARGET where the text head has nothing to predict.
-        bits_at, bits_target, bits_weight: positions, uint32 codes and loss weights of the vision head. Several
-            cells never share a position, except that the scale 1 cell is predicted by a TOKEN.
+        text_weight: loss weight of each text target, 1/sqrt of their number in the sample, so that a one-word
+            answer is not drowned by pages of prose (the square averaging of InternVL 2.5, arXiv 2412.05271).
+        bits_at, bits_target, bits_weight: positions, uint32 codes and loss weights of the vision head; the
+            scale 1 cell is predicted at a TOKEN, all others at their SCALE slots.
         audio_at, audio_target: positions and int64 ``[a, Q]`` codes (``audio_codebook`` means "end").
     """
 
@@ -65,6 +67,7 @@ class SampleLayout:
     scale_index: np.ndarray
     frames: np.ndarray
     text_target: np.ndarray
+    text_weight: float
     bits_at: np.ndarray
     bits_target: np.ndarray
     bits_weight: np.ndarray
@@ -214,10 +217,10 @@ class SampleLayoutBuilder:
     def finish(self) -> SampleLayout:
         config = self.config
         text_target = np.full(self.length, NO_TARGET, np.int64)
-        for at, codes in self.text_targets:
-            text_target[at : at + len(codes)] = codes
-        for at, token in self.targets.items():
-            text_target[at] = token
+        for start, codes in self.text_targets:
+            text_target[start : start + len(codes)] = codes
+        for start, token in self.targets.items():
+            text_target[start] = token
         # The sound's own heads predict its end; the text head then has nothing to say at the last frame.
         for at, _ in self.audio:
             text_target[at[-1]] = NO_TARGET
@@ -237,6 +240,7 @@ class SampleLayoutBuilder:
             if self.frames
             else np.zeros((0, config.audio_levels), np.int64),
             text_target=text_target,
+            text_weight=1 / max(1, int((text_target != NO_TARGET).sum())) ** 0.5,
             bits_at=np.concatenate([at for at, _, _ in self.bits]) if self.bits else empty,
             bits_target=np.concatenate([codes for _, codes, _ in self.bits])
             if self.bits
@@ -350,6 +354,7 @@ class RowBatch:
     sample: Tensor
     text_at: Tensor
     text_target: Tensor
+    text_weight: Tensor
     bits_at: Tensor
     bits_target: Tensor
     bits_weight: Tensor
@@ -371,6 +376,16 @@ class RowBatch:
 
 
 GROUPS = ("text", "image understanding", "image generation", "audio")
+_JOINED = (
+    "scale_values",
+    "scale_index",
+    "frames",
+    "bits_at",
+    "bits_target",
+    "bits_weight",
+    "audio_at",
+    "audio_target",
+)
 
 
 def pack(rows: Iterable[Sequence[SampleLayout]], length: int, config: BackboneConfig) -> RowBatch:
@@ -388,11 +403,8 @@ def pack(rows: Iterable[Sequence[SampleLayout]], length: int, config: BackboneCo
     intervals = np.zeros((count, 1, length, 3, 2), np.int32)
     sample = np.zeros((count, length), np.int64)
     text_target = np.full((count, length), NO_TARGET, np.int64)
-    parts: dict[str, list[np.ndarray]] = {
-        name: []
-        for name in ("scale_values", "scale_index", "frames", "bits_at", "bits_target", "bits_weight")
-        + ("audio_at", "audio_target")
-    }
+    text_weight = np.zeros((count, length), np.float32)
+    parts: dict[str, list[np.ndarray]] = {name: [] for name in _JOINED}
     features: dict[str, list[np.ndarray]] = {name: [] for name in config.features}
     number = 0
     for index, row in enumerate(rows):
@@ -405,6 +417,7 @@ def pack(rows: Iterable[Sequence[SampleLayout]], length: int, config: BackboneCo
             token[index, here], kind[index, here] = item.token, item.kind
             position[index, here], sample[index, here] = item.position, number
             text_target[index, here] = item.text_target
+            text_weight[index, here] = item.text_weight
             bounds = intervals[index, 0, here]
             bounds[:, 0, 1] = item.first_visible + offset
             bounds[:, 1] = item.hidden + offset * (item.hidden[:, 1:] > 0)
@@ -453,6 +466,7 @@ def pack(rows: Iterable[Sequence[SampleLayout]], length: int, config: BackboneCo
         sample=torch.from_numpy(sample),
         text_at=text_at,
         text_target=flat_target[text_at],
+        text_weight=torch.from_numpy(text_weight.reshape(-1))[text_at],
         bits_at=joined("bits_at", nothing),
         bits_target=joined("bits_target", np.zeros(0, np.uint32)),
         bits_weight=joined("bits_weight", np.zeros(0, np.float32)),

@@ -210,18 +210,9 @@ def demo(
 
 
 @app.command()
-def chat(
-    model: Annotated[
-        str | None, typer.Option("--model", "-m", help="As the gateway names it, say mini:d60-w50-k1.")
-    ] = None,
-    url: Annotated[
-        str | None, typer.Option("--url", help="Address of a gateway other than `up` starts.")
-    ] = None,
-    out: OutFolder = Path("answers"),
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Limit of each answer.")] = None,
-) -> None:
-    """Talk to a running gateway in the terminal; `/image FILE` and `/audio FILE` add media."""
-    _function("ernie_multi.chat", "run")(model=model, url=url, out=out, max_tokens=max_tokens)
+def chat(model: ModelOption = None, url: UrlOption = None, out: OutFolder = Path("runs/chat")) -> None:
+    """Talk to a model in the terminal; `/image FILE` and `/audio FILE` add media."""
+    _function("ernie_multi.chat", "run")(model=model, url=url, out=out)
 
 
 @app.command()
@@ -324,6 +315,9 @@ def _explained(error: Exception) -> tuple[str, int] | None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the command."""
+    # Threads that spin at barriers starve the other processes of a stack that shares the cores. OpenMP reads
+    # this when torch is loaded, so it must be set before.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         app(args=list(arguments) if arguments is not None else None, prog_name="ernie-multi")
     except Exception as error:

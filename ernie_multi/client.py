@@ -44,8 +44,8 @@ class ErnieMulti:
     Args:
         model: a model's or a run's folder. Without it and without ``url``: ``ERNIE_MULTI_URL``, then
             ``ERNIE_MULTI_MODEL``, then the newest run below ``runs/``.
-        url: address of a gateway (``http://127.0.0.1:8080/v1``); then ``model`` is a model's name there, which may
-            ask for a part of it (``mini:d60-w50-k1``).
+        url: address of a gateway (``http://127.0.0.1:8080/v1``); then ``model`` is a name there, which may
+            ask for a part of the model (``mini:d60-w50-k1``).
         api_key: for the gateway; default ``ERNIE_MULTI_API_KEY``.
 
     Raises:
@@ -81,9 +81,10 @@ class ErnieMulti:
         """Answer a question made of any of ``text``, ``image`` and ``audio``.
 
         Args:
-            inputs: ``text`` is a string; ``image`` and ``audio`` are paths or the bytes of a file.
+            inputs: ``text`` is a string; ``image`` and ``audio`` are paths or the bytes of a file. A bare name
+                that is no file here may be one of the shipped examples, ``cat.jpg`` or ``meow.wav``.
             options: fields of :class:`~ernie5.protocol.generation.GenerationParams`: ``max_tokens``,
-                ``temperature`` (default 0), ``seed``, ``modalities`` of the answer (default: the model decides), ….
+                ``temperature`` (default 0), ``seed``, ``modalities`` (default: the model decides).
 
         Raises:
             InvalidInputError: no or unknown inputs, or a medium that can't be read.
@@ -193,11 +194,18 @@ class ErnieMulti:
         raise (UnavailableError if response.status_code >= 500 else ErnieMultiError)(message, param=param)
 
 
+def shipped_example(name: str) -> Path:
+    """A file of the repository's ``examples/``."""
+    return Path(__file__).resolve().parent.parent / "examples" / name
+
+
 def _medium(value: Any, name: str) -> tuple[bytes, str | None]:
     """Bytes and content type of a path or of bytes."""
     if isinstance(value, bytes | bytearray):
         return bytes(value), None
     path = Path(value)
+    if not path.exists() and path.parent == Path() and shipped_example(path.name).exists():
+        path = shipped_example(path.name)
     try:
         return path.read_bytes(), mimetypes.guess_type(path.name)[0]
     except OSError as error:

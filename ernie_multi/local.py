@@ -35,7 +35,7 @@ class Answer:
     text: str = ""
     spans: list[TokenSpan] = field(default_factory=list)
     finish_reason: FinishReason = "stop"
-    usage: Usage = Usage()
+    usage: Usage = field(default_factory=Usage)
 
 
 class LocalModel:
@@ -65,8 +65,8 @@ class LocalModel:
             expected = self.hashes.get(service)
             if expected is not None and tokenizer.hash != expected:
                 raise TokenizerMismatchError(
-                    f"the model in {self.folder} was trained with {service} tokenizer {expected[:12]}, installed is "
-                    f"{tokenizer.hash[:12]}; train it again, or install the version it was trained with"
+                    f"the model in {self.folder} was trained with {service} tokenizer {expected[:12]}, "
+                    f"installed is {tokenizer.hash[:12]}; train it again, or install that version"
                 )
             self._tokenizers[service] = tokenizer
         assert service in TOKENIZERS

@@ -25,13 +25,15 @@ _TITLES = {
     "predict": "Text, picture and sound in one question",
 }
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 62rem; padding: 0 1rem; color: #1d232b; }
+body { font: 15px/1.5 system-ui, sans-serif; color: #1d232b; margin: 2rem auto; max-width: 62rem }
 h1 { margin-bottom: .2rem } h2 { margin-top: 2.2rem; border-bottom: 1px solid #d8dee6 }
-table { border-collapse: collapse } td, th { padding: .3rem .8rem; text-align: left; border-bottom: 1px solid #e6eaf0 }
+table { border-collapse: collapse }
+td, th { padding: .3rem .8rem; text-align: left; border-bottom: 1px solid #e6eaf0 }
 .cards { display: flex; flex-wrap: wrap; gap: .7rem }
 .card { border: 1px solid #d8dee6; border-radius: 8px; padding: .6rem; min-width: 6.5rem; max-width: 17rem }
 .card img { image-rendering: pixelated; width: 96px; background: #fff } .card audio { width: 14rem }
-.good { border-color: #58a55c } .bad { border-color: #d06a5f } .said { font-weight: 600 } small { color: #5a6573 }
+.good { border-color: #58a55c } .bad { border-color: #d06a5f }
+.said { font-weight: 600 } small { color: #5a6573 }
 figure { margin: 1rem 0 } figure img { max-width: 100% }
 """
 
@@ -113,7 +115,8 @@ def _png(figure: Figure) -> bytes:
 
 
 def _image(data: bytes, alt: str) -> str:
-    return f"<figure><img alt='{html.escape(alt)}' src='data:image/png;base64,{base64.b64encode(data).decode()}'></figure>"
+    encoded = base64.b64encode(data).decode()
+    return f"<figure><img alt='{html.escape(alt)}' src='data:image/png;base64,{encoded}'></figure>"
 
 
 def _table(head: tuple[str, ...], rows: Any) -> str:

@@ -1,8 +1,8 @@
 """Training runs: `ernie-multi train` with everything it needs, and the trainer as a service of its own.
 
 ``train`` starts a Redis (unless ``REDIS_URL`` names one), the tokenizer services and ingest as processes, and
-trains in this one; every token comes out of a tokenizer service and through Redis. The trainer service does only
-the last part, against a stack that runs elsewhere.
+trains in this one; every token comes out of a tokenizer service and through Redis. The trainer service does
+only the last part, against a stack that runs elsewhere.
 """
 
 from __future__ import annotations
@@ -266,8 +266,8 @@ def wait_for_tokenizers(stream: RunStream, timeout_s: float = _TOKENIZERS_S) -> 
             return hashes
         if time.monotonic() > deadline:
             raise UnavailableError(
-                f"no {', '.join(sorted(missing))} tokenizer service has joined run {stream.keys.run!r} within "
-                f"{timeout_s:.0f} s; start them with `ernie-multi service` and the same run and REDIS_URL"
+                f"no {', '.join(sorted(missing))} tokenizer service has joined run {stream.keys.run!r} "
+                f"within {timeout_s:.0f} s; start them with `ernie-multi service`, the same run and REDIS_URL"
             )
         time.sleep(0.1)
 

@@ -15,7 +15,8 @@ class GatewaySettings(ServiceSettings):
     """The OpenAI-compatible gateway.
 
     ``tokenizers_url`` is where the tokenizer services lie (``/text``, ``/audio`` and ``/vision`` below it); a
-    service that runs elsewhere has an address of its own. ``tokenizers_key`` is their key. ``fetch_urls``
+    service that runs elsewhere has an address of its own. ``tokenizers_key`` is their key,
+    ``tokenizers_retry_s`` how long a service may be away (a replica being replaced). ``fetch_urls``
     lets messages name http(s) pictures. ``idle_timeout_s`` is how long an answer may make no progress.
     """
 
@@ -30,6 +31,7 @@ class GatewaySettings(ServiceSettings):
     vision_url: str | None = None
     tokenizers_key: str | None = Field(default=None, repr=False)
     tokenizers_timeout_s: Seconds = 60.0
+    tokenizers_retry_s: Annotated[float, Field(ge=0)] = 10.0
     fetch_urls: bool = False
     fetch_private: bool = False
     fetch_max_bytes: Count = 32 << 20

@@ -7,6 +7,7 @@ them and on the authentication mode, so they are set here, before Ray is importe
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -16,12 +17,25 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-# HAProxy opens its statistics and metrics pages on all interfaces, and no option of Ray Serve narrows that.
-# The configuration is rewritten at every reload, so the program itself is wrapped.
+_PREFIX, _OWNER = "e5-", "owner.pid"
+
+# HAProxy opens its statistics and metrics pages on all interfaces, and no option of Ray Serve narrows
+# that; and it lives on, holding the port, when Ray is killed. Its configuration is rewritten at every
+# reload, so the program itself is wrapped: the configuration is narrowed, and the kernel is asked to
+# end HAProxy with its parent.
 _HAPROXY_WRAPPER = """#!/bin/sh
 # Called as: haproxy -db -f CONFIG ...
 sed -i -e 's/bind \\*:{stats}$/bind 127.0.0.1:{stats}/' -e 's/bind :{metrics}$/bind 127.0.0.1:{metrics}/' "$3"
-exec '{haproxy}' "$@"
+exec '{python}' -ISc '
+import ctypes, os, sys
+try:
+    ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
+except (AttributeError, OSError):
+    pass
+if os.getppid() != int(sys.argv[1]):
+    sys.exit(1)
+os.execv(sys.argv[2], sys.argv[2:])
+' "$PPID" '{haproxy}' "$@"
 """
 
 
@@ -37,8 +51,14 @@ class RayFolders:
 
     @classmethod
     def make(cls) -> RayFolders:
-        """A fresh folder that only this user can enter."""
-        folders = cls(Path(tempfile.mkdtemp(prefix="e5-", dir=_short_temporary())))
+        """A fresh folder that only this user can enter; those of processes that were killed are removed."""
+        temporary = Path(_short_temporary())
+        for old in temporary.glob(f"{_PREFIX}*/{_OWNER}"):
+            with contextlib.suppress(OSError, ValueError):
+                if old.stat().st_uid == os.getuid() and not _lives(int(old.read_text())):
+                    shutil.rmtree(old.parent, ignore_errors=True)
+        folders = cls(Path(tempfile.mkdtemp(prefix=_PREFIX, dir=temporary)))
+        (folders.root / _OWNER).write_text(str(os.getpid()))
         folders.haproxy.mkdir(mode=0o700)
         return folders
 
@@ -104,10 +124,22 @@ def _haproxy_values(folders: RayFolders) -> dict[str, str]:
         binary = shutil.which("haproxy") or ""
     if binary:
         wrapper = folder / "haproxy"
-        wrapper.write_text(_HAPROXY_WRAPPER.format(stats=stats, metrics=metrics, haproxy=binary))
+        wrapper.write_text(
+            _HAPROXY_WRAPPER.format(stats=stats, metrics=metrics, haproxy=binary, python=sys.executable)
+        )
         wrapper.chmod(0o700)
         values["RAY_SERVE_HAPROXY_BINARY_PATH"] = str(wrapper)
     return values
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def free_ports(count: int) -> list[int]:

@@ -13,6 +13,7 @@ import os
 import shutil
 import socket
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     import psutil
 
 logger = logging.getLogger(__name__)
+
+_ATTEMPTS = 3
 
 
 class RayRuntime:
@@ -60,7 +63,6 @@ class RayRuntime:
             _require_free(self.settings.host, self.settings.port)
             self._folders = RayFolders.make()
         prepare(self._folders)
-        import ray
         from ray import serve
         from ray.serve.config import HTTPOptions
 
@@ -81,12 +83,27 @@ class RayRuntime:
         else:
             options["address"] = self.settings.ray_address
         try:
-            ray.init(namespace="ernie-multi", **options)
+            self._init(options)
             self._link_logs()
             serve.start(http_options=HTTPOptions(host=self.settings.host, port=self.settings.port))
         except Exception as error:
             self.stop()
             raise UnavailableError(f"Ray did not start: {error}") from error
+
+    def _init(self, options: dict[str, Any]) -> None:
+        """``ray.init``, again where a busy machine kept Ray from starting within its 30 s."""
+        import ray
+
+        for left in reversed(range(_ATTEMPTS if self._own else 1)):
+            try:
+                ray.init(namespace="ernie-multi", **options)
+                return
+            except Exception as error:
+                ray.shutdown()
+                _end(_processes_of(self._folders), grace_s=0.0)
+                if not left:
+                    raise
+                logger.warning("Ray did not start (%s); trying again", error)
 
     def deploy(self, applications: Mapping[str, Any]) -> None:
         """Run applications, each at ``/name``, all at once, and wait until they are ready.
@@ -114,9 +131,10 @@ class RayRuntime:
         if ray.is_initialized():
             from ray import serve
 
-            for name in self._deployed:
-                with contextlib.suppress(Exception):
-                    serve.delete(name)
+            with ThreadPoolExecutor(max(len(self._deployed), 1)) as pool:
+                for waited in [pool.submit(serve.delete, name) for name in self._deployed]:
+                    if (error := waited.exception()) is not None:
+                        logger.warning("an application could not be drained: %s", error)
             self._deployed.clear()
             if self._own:
                 _hush()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
 
 import httpx
 
@@ -12,6 +12,9 @@ from ernie5.protocol.tokens import TokenSpan
 from ernie5.protocol.wire import TOKENS_CONTENT_TYPE, decode_spans, encode_spans
 from ernie5.services.gateway_settings import GatewaySettings
 from ernie5.tokenizers.base import Medium
+
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 1.0
 
 
 class ServiceError(ErnieMultiError):
@@ -77,23 +80,40 @@ class TokenizerClient:
     ) -> httpx.Response:
         service = modality_of(modality).service
         url = f"{self._settings.service_url(service)}/v1/{what}"
-        try:
-            response = await self._client.post(
-                url, content=body, params=query, headers={"Content-Type": content_type, "Accept": accept}
-            )
-        except httpx.HTTPError as error:
-            raise UnavailableError(
-                f"the {service} tokenizer service at {url} does not answer: {type(error).__name__}"
-            ) from None
-        if response.status_code == 200:
-            return response
-        if response.status_code in (401, 403):
-            raise UnavailableError(f"the {service} tokenizer service refused the gateway's key")
-        try:
-            problem = response.json()["error"]
-            message, kind = str(problem["message"]), str(problem["type"])
-        except (json.JSONDecodeError, KeyError, TypeError):
-            message, kind = f"HTTP {response.status_code}", "unavailable"
-        if response.status_code >= 500:
-            raise UnavailableError(f"the {service} tokenizer service failed: {message}")
-        raise ServiceError(message, param=param, type=kind, status=response.status_code)
+        loop = asyncio.get_running_loop()
+        give_up = loop.time() + self._settings.tokenizers_retry_s
+        pause = _FIRST_PAUSE_S
+        while True:
+            # Repeating is safe: tokenising changes nothing and gives the same codes.
+            try:
+                response = await self._client.post(
+                    url, content=body, params=query, headers={"Content-Type": content_type, "Accept": accept}
+                )
+                if response.status_code == 200:
+                    return response
+                _raise_told(response, service, param)
+                problem = f"HTTP {response.status_code}"
+            except httpx.HTTPError as error:
+                problem = type(error).__name__
+            if loop.time() + pause > give_up:
+                raise UnavailableError(f"the {service} tokenizer service at {url} does not answer: {problem}")
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+
+def _raise_told(response: httpx.Response, service: str, param: str | None) -> None:
+    """Raise what the service itself says is wrong.
+
+    While a replica is being replaced, the proxy in front of it answers 404 or 500 in a form of its own; such
+    an answer raises nothing here and is worth another try.
+    """
+    try:
+        told = response.json()["error"]
+        message, kind = str(told["message"]), str(told["type"])
+    except (ValueError, KeyError, TypeError):
+        return
+    if response.status_code in (401, 403):
+        raise UnavailableError(f"the {service} tokenizer service refused the gateway: {message}")
+    if response.status_code >= 500:
+        raise UnavailableError(f"the {service} tokenizer service failed: {message}")
+    raise ServiceError(message, param=param, type=kind, status=response.status_code)

@@ -48,5 +48,5 @@ class Tokenizer(Protocol):
     def decode_spans(
         self, spans: Sequence[TokenSpan], *, content_type: str | None = None
     ) -> list[Medium | ErnieMultiError]:
-        """Turn spans back into encoded media; ``content_type`` picks the container where there is a choice."""
+        """Turn spans back into encoded media; ``content_type`` picks the container where several fit."""
         ...

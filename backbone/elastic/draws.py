@@ -24,8 +24,8 @@ def draw_layers(config: BackboneConfig, generator: np.random.Generator) -> tuple
     count = round(generator.uniform(low, high) * config.layers)
     count = min(max(count, len(kept)), config.layers)
     others = [layer for layer in everything if layer not in kept]
-    chosen = generator.choice(others, size=count - len(kept), replace=False) if count > len(kept) else []
-    return tuple(sorted([*kept, *(int(layer) for layer in chosen)]))
+    chosen = generator.permutation(others)[: count - len(kept)].tolist()
+    return tuple(sorted([*kept, *chosen]))
 
 
 def draw_routing(

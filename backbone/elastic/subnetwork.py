@@ -58,7 +58,7 @@ def choose_subnetwork(
     experts: list[tuple[int, ...] | None] = [None] * config.layers
     if width is not None and width < 1:
         count = max(round(width * config.experts), k)
-        for index, layer in enumerate(model.layers):
-            ids = layer.feed_forward.selection_bias.argsort(stable=True)[:count]
+        for index in range(config.layers):
+            ids = model.feed_forward(index).selection_bias.argsort(stable=True)[:count]
             experts[index] = tuple(sorted(ids.tolist()))
     return SubNetwork(layers, tuple(experts), k)

@@ -1,8 +1,8 @@
 """Small classifiers that say which digit a picture shows or a sound speaks.
 
-They judge what the model generates, and their own accuracy on decoded real media is quoted beside every score. They
-train on real items in seconds, and see both the originals and their decoded forms, so that a codec's blur is
-not taken for the model's fault.
+They judge what the model generates, and their own accuracy on decoded real media is quoted beside every
+score. They train on real items in seconds, and see both the originals and their decoded forms, so that a
+codec's blur is not taken for the model's fault.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def shift_picture(x: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def shift_sound(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Move a batch of log-mel spectrograms ``[n, bands, frames]`` in time, change loudness, hide a few bands."""
+    """Move log-mel spectrograms ``[n, bands, frames]`` in time, change their loudness, hide a few bands."""
     x = torch.roll(x, int(torch.randint(0, 20, (1,), generator=generator)), 2)
     x = x + 0.4 * torch.randn(len(x), 1, 1, generator=generator)
     band = int(torch.randint(0, x.shape[1] - 8, (1,), generator=generator))

@@ -85,8 +85,8 @@ class Answer:
 def allowed_ids(answer: Answer, vocabulary: UnifiedVocabulary) -> Tensor:
     """bool ``[V + markers]``: what the text head may say next.
 
-    Ids of text where text is wanted, ``end_turn`` once something was produced (at once for text), and the begin
-    markers of wanted media that the model can generate.
+    Ids of text where text is wanted, ``end_turn`` once something was produced (at once for text), and the
+    begin markers of wanted media that the model can generate.
     """
     wanted = answer.params.modalities
     mask = torch.zeros(vocabulary.size, dtype=torch.bool)

@@ -1,7 +1,7 @@
 """Continuous batching: requests of any kind share the steps of one model.
 
-Each step first admits waiting requests (their prompts run packed in one row), then advances every running one by
-its next chunk: a text id, a scale of a picture or a frame of a sound. Chunks of equal length and equal
+Each step first admits waiting requests (their prompts run packed in one row), then advances every running one
+by its next chunk: a text id, a scale of a picture or a frame of a sound. Chunks of equal length and equal
 sub-network run as one batch. The result of a request doesn't depend on its neighbours beyond
 floating-point rounding, and its random numbers are its own.
 """
@@ -223,8 +223,8 @@ class InferenceEngine:
         elif kind == "frame":
             x = model.embeddings.sound(values.flatten(0, 1)).unflatten(0, values.shape[:2])
         else:
-            index = torch.tensor([self._scale_index(answer) for answer in answers])
-            x = model.embeddings.scales(values.flatten(0, 1), index.repeat_interleave(count))
+            scale = torch.tensor([self._scale_index(answer) for answer in answers])
+            x = model.embeddings.scales(values.flatten(0, 1), scale.repeat_interleave(count))
             x = x.unflatten(0, values.shape[:2])
         slots = torch.tensor([answer.slot for answer in answers])
         start = torch.tensor([answer.length for answer in answers])
@@ -327,7 +327,8 @@ class InferenceEngine:
             answer.layout = None
             return
         log_odds = self.model.heads.bits(hidden)
-        cells = layout.schedule[scale][0] * layout.schedule[scale][1]
+        height, width = layout.schedule[scale]
+        cells = height * width
         uniform = answer.uniforms(cells * layout.bits)
         answer.codes.append(draw_bits(log_odds.float(), uniform, answer.media_temperature))
         answer.usage["image"] += cells
@@ -400,8 +401,8 @@ class InferenceEngine:
             expected = self.tokenizers.get(service)
             if expected is not None and segment.span.tokenizer != expected:
                 raise TokenizerMismatchError(
-                    f"the {segment.span.modality} tokens come from tokenizer {segment.span.tokenizer[:12]}, the "
-                    f"model was trained with {expected[:12]}; serve the tokenizer it was trained with"
+                    f"the {segment.span.modality} tokens come from tokenizer {segment.span.tokenizer[:12]}, "
+                    f"the model was trained with {expected[:12]}; serve the tokenizer it was trained with"
                 )
 
 

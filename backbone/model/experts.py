@@ -53,6 +53,7 @@ class SparseFeedForward(nn.Module):
         self.top_k, self.router_config = config.top_k, config.router
         experts, width, hidden = config.experts, config.width, config.expert_width
         self.router = nn.Parameter(torch.empty(experts, width))
+        self.selection_bias: Tensor
         self.register_buffer("selection_bias", torch.zeros(experts))
         self.gate_up = nn.Parameter(torch.empty(experts, 2 * hidden, width))
         self.down = nn.Parameter(torch.empty(experts, width, hidden))
@@ -64,8 +65,10 @@ class SparseFeedForward(nn.Module):
         """Tokens ``[T, d]`` in the compute dtype to float32 ``[T, d]``."""
         dtype = x_Td.dtype
         active = None if routing.experts is None else routing.experts[layer]
-        router, bias = self.router, self.selection_bias
-        gate_up, down = self.gate_up, self.down
+        router: Tensor = self.router
+        gate_up: Tensor = self.gate_up
+        down: Tensor = self.down
+        bias = self.selection_bias
         if active is not None:
             router, bias = router[active], bias[active]
             gate_up, down = gate_up[active], down[active]

@@ -1,8 +1,8 @@
 """Uni-RoPE: rotary positions with three coordinates (ERNIE 5.0 report, section 2.2.3).
 
-Pairs of neighbouring channels turn by ``coordinate * theta ** (-2 i / D)``. The low-frequency pairs turn with t;
-the others alternate between h and w (ERNIE 4.5-VL's 22 + 22 + 20 of 64). Text and sound have t = h = w, for
-which this is plain RoPE.
+Pairs of neighbouring channels turn by ``coordinate * theta ** (-2 i / D)``. The low-frequency pairs turn with
+t; the others alternate between h and w (ERNIE 4.5-VL's 22 + 22 + 20 of 64). Text and sound have t = h = w,
+for which this is plain RoPE.
 """
 
 from __future__ import annotations

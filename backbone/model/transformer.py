@@ -72,6 +72,12 @@ class Backbone(nn.Module):
         self.heads = Heads(config)
         self.initialise(seed)
 
+    def feed_forward(self, layer: int) -> SparseFeedForward:
+        """The sparse feed-forward of a layer."""
+        found = self.layers[layer].feed_forward
+        assert isinstance(found, SparseFeedForward)
+        return found
+
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
         """Normal(0, 0.02 * sqrt(768 / width))-like weights; projections into the residual stream are scaled

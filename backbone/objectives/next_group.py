@@ -39,9 +39,9 @@ class LossSums:
 
 
 def target_counts(batch: RowBatch) -> dict[str, float]:
-    """How many predictions each modality has: tokens, weighted bits, codes."""
+    """How many predictions each modality has: weighted tokens, weighted cells, codes."""
     return {
-        "text": float(len(batch.text_target)),
+        "text": float(batch.text_weight.sum()),
         "vision": float(batch.bits_weight.sum()),
         "audio": float(batch.audio_target.numel()),
     }
@@ -49,7 +49,8 @@ def target_counts(batch: RowBatch) -> dict[str, float]:
 
 def loss_sums(outputs: Outputs, batch: RowBatch) -> LossSums:
     """Summed losses of one forward pass; visual cells are means over bits, weighted by scale."""
-    text = F.cross_entropy(outputs.text, batch.text_target, reduction="sum")
+    text = F.cross_entropy(outputs.text, batch.text_target, reduction="none")
+    text = (text * batch.text_weight).sum()
     bits = outputs.bits.shape[-1]
     shifts = torch.arange(bits, device=outputs.bits.device)
     wanted = ((batch.bits_target.to(torch.int64)[:, None] >> shifts) & 1).float()

@@ -1,7 +1,7 @@
 """Model folders and training checkpoints: safetensors and JSON, written whole or not at all.
 
-A model folder holds ``config.json`` (shape and the tokenizers' hashes) and ``model.safetensors``. A checkpoint
-adds ``optimizer.safetensors`` and ``state.json``, which holds the stream position.
+A model folder holds ``config.json`` (shape and the tokenizers' hashes) and ``model.safetensors``. A
+checkpoint adds ``optimizer.safetensors`` and ``state.json``, which holds the stream position.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def save_checkpoint(
     temporary = root / f".{final.name}.{os.getpid()}"
     shutil.rmtree(temporary, ignore_errors=True)
     save_model(temporary, model, tokenizers)
-    names = [name for name, _ in model.named_parameters()]
+    names = _parameter_names(model, optimizer)
     slots = optimizer.state_dict()["state"]
     tensors = {
         f"{key}/{names[index]}": value.contiguous()
@@ -131,10 +131,10 @@ def load_checkpoint(folder: Path, model: Backbone, optimizer: torch.optim.Optimi
     config, _ = read_config(folder)
     if config != model.config:
         raise InvalidInputError(
-            f"{folder} was trained with another configuration; give the same preset and options, or start anew"
+            f"{folder} was trained with another configuration; give the same preset, or start anew"
         )
     model.load_state_dict(load_file(folder / "model.safetensors"))
-    names = [name for name, _ in model.named_parameters()]
+    names = _parameter_names(model, optimizer)
     index = {name: position for position, name in enumerate(names)}
     slots: dict[int, dict[str, torch.Tensor]] = {}
     with safe_open(folder / "optimizer.safetensors", framework="pt") as file:
@@ -144,3 +144,9 @@ def load_checkpoint(folder: Path, model: Backbone, optimizer: torch.optim.Optimi
     head = optimizer.state_dict()
     optimizer.load_state_dict({"state": slots, "param_groups": head["param_groups"]})
     return json.loads((folder / "state.json").read_text())
+
+
+def _parameter_names(model: Backbone, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Names of the optimizer's parameters in the order it numbers them: group by group."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,7 +1,7 @@
 """Packing in order: samples fill rows as they come, so that what a step consumed is one run of positions.
 
-A sample that doesn't fit the rest of a row opens the next one. Order-preserving packing wastes a few per cent of
-a row and buys a trainer state of a single number: the next unpacked position.
+A sample that doesn't fit the rest of a row opens the next one. Order-preserving packing wastes a few per cent
+of a row and buys a trainer state of a single number: the next unpacked position.
 """
 
 from __future__ import annotations

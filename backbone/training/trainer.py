@@ -33,7 +33,8 @@ class TrainingConfig(BaseModel):
     """Everything about a run that is not the network.
 
     ``rows`` rows of ``row_length`` positions make a step. ``learning_rate`` is the peak of a
-    warm-up/stable/decay schedule over ``steps``. ``threads`` 0 leaves torch's own number.
+    warm-up/stable/decay schedule over ``steps``; code embeddings take ``code_learning_rate_factor`` times as
+    much. ``threads`` 0 leaves torch's own number.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -42,6 +43,7 @@ class TrainingConfig(BaseModel):
     rows: int = Field(default=4, ge=1)
     row_length: int = Field(default=1024, ge=16)
     learning_rate: float = Field(default=3e-3, gt=0)
+    code_learning_rate_factor: float = Field(default=5.0, gt=0)
     warmup: int = Field(default=50, ge=1)
     decay: float = Field(default=0.4, ge=0, le=1)
     weight_decay: float = Field(default=0.05, ge=0)
@@ -77,6 +79,26 @@ class StepReport:
         return {key: value for key, value in self.__dict__.items()}
 
 
+def parameter_groups(model: Backbone, training: TrainingConfig) -> list[dict[str, Any]]:
+    """Groups for AdamW: matrices with weight decay, vectors without, code embeddings with larger steps.
+
+    A row of a code embedding moves only when its code occurs, one position in hundreds, so at the common
+    learning rate these tables are what training waits for.
+    """
+    codes, matrices, vectors = [], [], []
+    for name, parameter in model.named_parameters():
+        if name in ("embeddings.audio", "heads.audio.code", "embeddings.scale_index"):
+            codes.append(parameter)
+        else:
+            (matrices if parameter.dim() > 1 else vectors).append(parameter)
+    rate = training.learning_rate
+    return [
+        {"params": matrices, "weight_decay": training.weight_decay, "peak": rate},
+        {"params": vectors, "weight_decay": 0.0, "peak": rate},
+        {"params": codes, "weight_decay": 0.0, "peak": rate * training.code_learning_rate_factor},
+    ]
+
+
 class Trainer:
     """Steps over an ordered stream of samples; every step is a function of its rows and (seed, step)."""
 
@@ -105,13 +127,8 @@ class Trainer:
         self.model = Backbone(backbone, seed=training.seed)
         self.model.compute_dtype = getattr(torch, training.compute_dtype)
         self.weights = LossWeights(training.text_weight, training.vision_weight, training.audio_weight)
-        # Vectors (norms, biases) carry no weight decay; both groups keep the order of named_parameters.
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(),
-            lr=training.learning_rate,
-            betas=(0.9, 0.95),
-            weight_decay=training.weight_decay,
-            fused=True,
+            parameter_groups(self.model, training), betas=(0.9, 0.95), fused=True
         )
         self.step = 0
         self.position = 0
@@ -189,7 +206,8 @@ class Trainer:
             layout = lay_out(sample, self.model.config, self.vocabulary)
             if len(layout) > self.training.row_length:
                 raise InvalidInputError(
-                    f"sample has {len(layout)} positions, a row holds {self.training.row_length}; raise row_length"
+                    f"sample has {len(layout)} positions, a row holds {self.training.row_length}; "
+                    "raise row_length"
                 )
         except InvalidInputError as error:
             if self.on_skip is not None:
@@ -222,12 +240,12 @@ class Trainer:
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), training.gradient_clip)
         factor = warmup_stable_decay(self.step, training.steps, warmup=training.warmup, decay=training.decay)
         for group in self.optimizer.param_groups:
-            group["lr"] = training.learning_rate * factor
+            group["lr"] = group["peak"] * factor
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        for index, layer in enumerate(model.layers):
+        for index in range(config.layers):
             if load[index].any():
-                layer.feed_forward.balance(load[index])
+                model.feed_forward(index).balance(load[index])
         self.step += 1
         self.position = packed.next_position
         self.skipped += packed.skipped

@@ -28,7 +28,7 @@ def flashmask_attention(
         key, value: ``[B, Nk, Hk, D]`` with H a multiple of Hk (grouped queries).
         startend_row_indices: int32 ``[B, 1 or Hk, Nk, 1 | 2 | 4]``, Paddle's FlashMask form; see
             :func:`intervals_from_startend`.
-        causal: with ``startend_row_indices`` (or no mask at all): hide later keys, aligned at the bottom right.
+        causal: with ``startend_row_indices`` or no mask: hide later keys, aligned at the bottom right.
         plan: a prepared mask, instead of the two above.
         softmax_scale: default ``D ** -0.5``.
         backend: ``auto``, ``panels`` or ``reference``.

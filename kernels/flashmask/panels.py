@@ -79,7 +79,7 @@ def panel_attention(
 
 def _buckets(plan: MaskPlan, columns: int) -> list[_Bucket]:
     tiles = plan.tiles[:, 0]
-    batch, panels, blocks = tiles.shape
+    blocks = tiles.shape[-1]
     index = torch.arange(blocks)
     low = torch.where(tiles, index, blocks).amin(-1)
     high = torch.where(tiles, index + 1, 0).amax(-1)

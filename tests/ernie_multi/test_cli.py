@@ -41,7 +41,7 @@ INVOCATIONS = [
     ["status", "--out", "runs/x"],
     ["train", "--data", "mini", "--out", "o", "--preset", "nano", "--steps", "2", "--resume", "--seed", "3"],
     ["demo", "--out", "o", "--steps", "2", "--minutes", "1", "--quick"],
-    ["chat", "--model", "m", "--url", "http://127.0.0.1:1", "--out", "o", "--max-tokens", "9"],
+    ["chat", "--model", "m", "--url", "http://127.0.0.1:1", "--out", "o"],
     ["corpus", "build", "mini", "--out", "o"],
     ["corpus", "list"],
 ]

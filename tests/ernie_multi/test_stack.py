@@ -1,8 +1,7 @@
-"""`ernie-multi up`, `status`, `chat` and `down` on the real processes, with a small untrained model."""
+"""`ernie-multi up`, `status` and `down` on the real processes, with a small untrained model."""
 
 from __future__ import annotations
 
-import io
 import os
 import socket
 import subprocess
@@ -15,7 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from ernie_multi import chat
+from ernie_multi import ErnieMulti
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -90,16 +89,14 @@ def test_the_stack_answers_and_leaves_nothing(stack: Stack, tmp_path: Path) -> N
     assert all(name in shown for name in ("tokenizers", "inference", "gateway", "running", "stream: added 0"))
 
     for service in ("text", "audio", "vision"):
-        ready = httpx.get(f"{stack.tokenizers_url}/{service}/ready").json()
+        ready = httpx.get(f"{stack.tokenizers_url}/{service}/ready", timeout=120).json()
         assert (ready["status"], ready["work"]["run"]) == ("ready", "run")
 
-    screen = io.StringIO()
-    picture = ROOT / "examples" / "cat.jpg"
-    lines = io.StringIO(f"/image {picture}\nWhat is this?\n/image none.jpg\n/new\nSay: seven\n/quit\n")
-    chat.run(url=stack.url, out=tmp_path, max_tokens=8, lines=lines, screen=screen)
-    said = screen.getvalue()
-    assert said.startswith("nano at ") and said.count("> ") >= 5
-    assert said.count("error:") == 1 and "none.jpg" in said
+    picture, sound = ROOT / "examples" / "cat.jpg", ROOT / "examples" / "meow.wav"
+    inputs = {"text": "What is this?", "image": str(picture), "audio": str(sound)}
+    answer = ErnieMulti(url=stack.url).predict(inputs, max_tokens=8)
+    assert answer.usage["prompt_tokens"] > 8 and answer.usage["completion_tokens"] >= 1
+    assert answer.finish_reason in ("stop", "length")
 
     second = command("up", f"--out={stack.out}", f"--model={stack.out.parent / 'model'}")
     assert second.returncode == 1
@@ -115,11 +112,6 @@ def test_a_missing_model_and_a_missing_gateway_say_what_helps(tmp_path: Path) ->
     (port,) = free_ports(1)
     up = command("up", f"--out={tmp_path / 'run'}", f"--model={tmp_path}")
     assert up.returncode == 2 and "holds no model" in up.stderr
-    talk = command("chat", f"--url=http://127.0.0.1:{port}")
-    assert talk.returncode == 1 and "ernie-multi up" in talk.stderr
-    assert talk.stderr.count("\n") == 1
-
-
-def test_events_are_read_until_done() -> None:
-    lines = ['data: {"a": 1}', "", ": keep-alive", 'data: {"a": 2}', "data: [DONE]", 'data: {"a": 3}']
-    assert list(chat.events_of(lines)) == [{"a": 1}, {"a": 2}]
+    asked = command("predict", f"--url=http://127.0.0.1:{port}", "--text=hello")
+    assert asked.returncode == 1 and "does not answer" in asked.stderr
+    assert asked.stderr.count("\n") == 1

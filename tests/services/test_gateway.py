@@ -45,10 +45,14 @@ class Services(httpx.AsyncBaseTransport):
     def __init__(self) -> None:
         self.apps: dict[str, httpx.ASGITransport] = {}
         self.down = False
+        self.stumbles = 0
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         if self.down:
             raise httpx.ConnectError("refused")
+        if self.stumbles:
+            self.stumbles -= 1
+            return httpx.Response(404, text="Path not found.")
         _, service, path = request.url.path.split("/", 2)
         if service not in self.apps:
             self.apps[service] = httpx.ASGITransport(create_app(load_tokenizer(service)))
@@ -104,7 +108,9 @@ def worker(store: redis.Redis) -> Iterator[RunningWorker]:
 
 
 def gateway_settings(redis_server: RedisServer, **values: Any) -> GatewaySettings:
-    return GatewaySettings(redis=RedisSettings(url=redis_server.url), idle_timeout_s=20.0, **values)
+    return GatewaySettings(
+        redis=RedisSettings(url=redis_server.url), idle_timeout_s=20.0, tokenizers_retry_s=0.5, **values
+    )
 
 
 @pytest.fixture
@@ -466,6 +472,16 @@ async def test_without_a_tokenizer_service_it_is_unavailable(
         assert (await http.post("/v1/chat/completions", json=HELLO)).status_code == 200
     finally:
         services.down = False
+
+
+async def test_a_tokenizer_replica_being_replaced_is_waited_for(
+    http: httpx.AsyncClient, worker: RunningWorker, services: Services
+) -> None:
+    services.stumbles = 2
+    body = HELLO | {"messages": user(text("a"), image(png()))}
+    response = await http.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200, response.text
+    assert services.stumbles == 0
 
 
 async def test_without_redis_it_is_unavailable(services: Services) -> None:

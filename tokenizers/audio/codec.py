@@ -87,6 +87,8 @@ class MelCodec(nn.Module):
         super().__init__()
         self.config = config = config or MelCodec.Config()
         low, middle, high = config.widths
+        last_encoder = nn.Conv1d(high, config.latent, 1)
+        last_decoder = CausalConv(low, FOLD * BANDS, 3)
         self.encoder = nn.Sequential(
             CausalConv(FOLD * BANDS, low, 3),
             ResidualBlock(low),
@@ -96,7 +98,7 @@ class MelCodec(nn.Module):
             ResidualBlock(high),
             ResidualBlock(high, dilation=2),
             nn.ELU(),
-            nn.Conv1d(high, config.latent, 1),
+            last_encoder,
         )
         self.quantiser = ResidualQuantiser(config.levels, config.codebook_size, config.latent)
         self.decoder = nn.Sequential(
@@ -110,15 +112,16 @@ class MelCodec(nn.Module):
             ResidualBlock(low),
             ResidualBlock(low, dilation=2),
             nn.ELU(),
-            CausalConv(low, FOLD * BANDS, 3),
+            last_decoder,
         )
         self.analysis = nn.Linear(FRAME * BANDS, config.latent)
         self.synthesis = nn.Linear(config.latent, FRAME * BANDS)
         # Fixed once started: steps that suit the convolutions would wreck them.
         self.analysis.requires_grad_(False)
         self.synthesis.requires_grad_(False)
-        for last in (self.encoder[-1], self.decoder[-1].conv):
+        for last in (last_encoder, last_decoder.conv):
             nn.init.zeros_(last.weight)
+            assert last.bias is not None
             nn.init.zeros_(last.bias)
 
     @torch.no_grad()

@@ -222,7 +222,7 @@ def _read_ffmpeg(data: bytes, container: str, limits: Limits) -> tuple[np.ndarra
     import av  # imports slowly, and most sounds are not in these containers
 
     try:
-        with av.open(io.BytesIO(data), format=container) as file:
+        with av.open(io.BytesIO(data), mode="r", format=container) as file:
             if not file.streams.audio:
                 raise InvalidMediaError("the file has no audio track")
             stream = file.streams.audio[0]

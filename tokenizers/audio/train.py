@@ -61,6 +61,7 @@ class Recipe:
     vocoder_samples: int = 10_240
     digit_share: float = 0.4
     start_items: int = 1500  # crops that the principal components and first codebooks are made of
+    start_rounds: int = 60
     save_every: int = 250
     seed: int = 0
 
@@ -132,7 +133,7 @@ def _train_codec(clips: Clips, indices: np.ndarray, run: _Run) -> dict[str, Any]
 
     random = np.random.default_rng((recipe.seed, 0))
     first = stream.batch(recipe.start_items, recipe.codec_frames, recipe.digit_share, random)
-    codec.start(first, torch.Generator().manual_seed(recipe.seed))
+    codec.start(first, torch.Generator().manual_seed(recipe.seed), recipe.start_rounds)
 
     def loss_of(step: int, done: float) -> tuple[Tensor, dict[str, float]]:
         mels, random = draw(step)

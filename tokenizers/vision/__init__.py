@@ -3,6 +3,6 @@
 ``tokenizer`` is what services use; ``train`` holds the recipe for the weights in ``weights/``.
 """
 
-from .tokenizer import VisionTokenizer
+from ernie5.tokenizers.vision.tokenizer import VisionTokenizer
 
 __all__ = ["VisionTokenizer"]

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from ernie5.kernels.scales import accumulate, quantise
 from ernie5.protocol.grids import schedule_for
-
-from .judge import judge_accuracy
-from .metrics import bit_balance, psnr, ssim
-from .model import VisionModel
-from .training_data import DIGIT_GRID, PICTURE_GRID, TrainingData, canvases_of
+from ernie5.tokenizers.vision.judge import judge_accuracy
+from ernie5.tokenizers.vision.metrics import bit_balance, psnr, ssim
+from ernie5.tokenizers.vision.model import VisionModel
+from ernie5.tokenizers.vision.training_data import DIGIT_GRID, PICTURE_GRID, TrainingData, canvases_of
 
 
 @torch.no_grad()

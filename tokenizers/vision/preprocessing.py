@@ -16,8 +16,7 @@ from PIL import Image, ImageOps
 from ernie5.protocol.errors import InvalidMediaError, MediaTooLargeError
 from ernie5.protocol.grids import GRIDS
 from ernie5.protocol.tokens import ResizePad
-
-from .model import STRIDE
+from ernie5.tokenizers.vision.model import STRIDE
 
 # Formats whose decoders run no program and follow no link.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "ICO")

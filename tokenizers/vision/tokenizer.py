@@ -29,10 +29,9 @@ from ernie5.protocol.grids import schedule_for
 from ernie5.protocol.samples import Segment
 from ernie5.protocol.tokens import ResizePad, ScalesLayout, TokenSpan
 from ernie5.tokenizers.base import Medium
-
-from .model import STRIDE, VisionModel
-from .preprocessing import ImageLimits, fit_to_canvas, open_image, restore
-from .weights_file import FORMAT_VERSION, load_weights
+from ernie5.tokenizers.vision.model import STRIDE, VisionModel
+from ernie5.tokenizers.vision.preprocessing import ImageLimits, fit_to_canvas, open_image, restore
+from ernie5.tokenizers.vision.weights_file import FORMAT_VERSION, load_weights
 
 Picture = bytes | Image.Image
 Result = TypeVar("Result")

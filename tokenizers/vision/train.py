@@ -23,15 +23,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ernie5.protocol.grids import schedule_for
-
-from .evaluation import evaluate, write_sample_grid
-from .judge import train_judge
-from .metrics import ssim
-from .model import STRIDE, VisionModel, VisionModelConfig, count_parameters
-from .optimizer import Muon
-from .quantiser import quantise_straight_through
-from .training_data import BatchSampler, TrainingData
-from .weights_file import FORMAT_VERSION, save_weights
+from ernie5.tokenizers.vision.evaluation import evaluate, write_sample_grid
+from ernie5.tokenizers.vision.judge import train_judge
+from ernie5.tokenizers.vision.metrics import ssim
+from ernie5.tokenizers.vision.model import STRIDE, VisionModel, VisionModelConfig, count_parameters
+from ernie5.tokenizers.vision.optimizer import Muon
+from ernie5.tokenizers.vision.quantiser import quantise_straight_through
+from ernie5.tokenizers.vision.training_data import BatchSampler, TrainingData
+from ernie5.tokenizers.vision.weights_file import FORMAT_VERSION, save_weights
 
 
 @dataclass(frozen=True, slots=True)

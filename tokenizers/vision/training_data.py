@@ -15,8 +15,8 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from .model import STRIDE
-from .preprocessing import LARGE_GRIDS, fit_to_canvas, open_image
+from ernie5.tokenizers.vision.model import STRIDE
+from ernie5.tokenizers.vision.preprocessing import LARGE_GRIDS, fit_to_canvas, open_image
 
 PICTURE_FILES = ("emoji_noto", "emoji_twitter", "emoji_fluent3d", "stamps")
 DIGIT_FILE = "mnist"

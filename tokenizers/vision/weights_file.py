@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from .model import VisionModel, VisionModelConfig
+from ernie5.tokenizers.vision.model import VisionModel, VisionModelConfig
 
 # Part of the tokenizer's hash: raise it when preprocessing, quantiser or the meaning of codes change.
 FORMAT_VERSION = 1
