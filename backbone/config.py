@@ -57,7 +57,8 @@ class BackboneConfig(BaseModel):
         bits: of one visual code.
         audio_levels, audio_codebook: residual levels predicted, codes per level.
         audio_layers: H, the top layers that carry the audio heads; like the first one they are never skipped.
-        features: named understanding encoders and their widths.
+        features: named understanding encoders of pictures and their widths.
+        sound_features: those of sounds, added to the code embeddings of understood frames; may be empty.
         rope_theta: base of the rotary angles.
         audio_mask: ``causal``, or ``sparse``: a sliding window over frames plus global anchor frames.
     """
@@ -80,6 +81,7 @@ class BackboneConfig(BaseModel):
     audio_codebook: int = Field(default=256, ge=2)
     audio_layers: int = Field(default=1, ge=1)
     features: dict[str, int] = Field(default_factory=lambda: {"cnn": 96})
+    sound_features: dict[str, int] = Field(default_factory=lambda: {"codec": 48})
     rope_theta: float = Field(default=1e4, gt=1)
     norm_epsilon: float = Field(default=1e-5, gt=0)
     audio_mask: Literal["causal", "sparse"] = "causal"

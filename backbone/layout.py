@@ -9,7 +9,8 @@ One sequence carries every modality (ERNIE 5.0 report, section 2):
   marker (NFSP).
 * generated sound: a frame predicts the next one, all residual levels depth-wise; the begin marker predicts
   the first frame and the last frame predicts "end" at every level (NCP).
-* understood media: features (pictures) or summed code embeddings (sound), with no loss on them.
+* understood media: features from before quantisation; for sounds, beside the summed code embeddings. There is
+  no loss on them.
 
 :func:`lay_out` does one sample in numpy; :func:`pack` joins samples into rows of tensors.
 """
@@ -49,6 +50,7 @@ class SampleLayout:
         features: per encoder float16 ``[m, K, D]`` for the FEATURE positions in order.
         scale_values, scale_index: float32 ``[c, bits]`` and int64 ``[c]`` for the SCALE positions in order.
         frames: int64 ``[f, Q]`` codes for the FRAME positions in order.
+        frame_features: float16 ``[f, D]``, all sound encoders side by side; 0 for generated frames.
         text_target: int64 ``[n]``, NO_TARGET where the text head has nothing to predict.
         text_weight: loss weight of each text target, 1/sqrt of their number in the sample, so that a one-word
             answer is not drowned by pages of prose (the square averaging of InternVL 2.5, arXiv 2412.05271).
@@ -66,6 +68,7 @@ class SampleLayout:
     scale_values: np.ndarray
     scale_index: np.ndarray
     frames: np.ndarray
+    frame_features: np.ndarray
     text_target: np.ndarray
     text_weight: float
     bits_at: np.ndarray
@@ -93,6 +96,7 @@ class SampleLayoutBuilder:
         self.scale_values: list[np.ndarray] = []
         self.scale_index: list[np.ndarray] = []
         self.frames: list[np.ndarray] = []
+        self.frame_features: list[np.ndarray] = []
         self.bits: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self.audio: list[tuple[np.ndarray, np.ndarray]] = []
         self.targets: dict[int, int] = {}
@@ -203,6 +207,7 @@ class SampleLayoutBuilder:
         count = len(codes)
         start = self._add(FRAME, count, self._line(count))
         self.frames.append(codes)
+        self.frame_features.append(self._frame_features(span, target))
         if config.audio_mask == "sparse":
             frame = np.arange(count)
             hidden = self.hidden[-1]
@@ -213,6 +218,24 @@ class SampleLayoutBuilder:
             end = np.full((1, config.audio_levels), config.audio_codebook, np.int64)
             at = np.arange(start - 1, start + count)
             self.audio.append((at, np.concatenate((codes, end))))
+
+    def _frame_features(self, span: TokenSpan, target: bool) -> np.ndarray:
+        widths = self.config.sound_features
+        if target or not widths:
+            return np.zeros((len(span), sum(widths.values())), np.float16)
+        parts = []
+        for name, width in widths.items():
+            values = span.features.get(name)
+            if values is None:
+                raise InvalidInputError(
+                    f"a sound to be understood lacks the {name!r} features; tokenise it with features"
+                )
+            if values.shape != (len(span), 1, width):
+                raise InvalidInputError(
+                    f"{name!r} features of shape {values.shape} do not fit {len(span)} frames of {width}"
+                )
+            parts.append(values[:, 0])
+        return np.concatenate(parts, 1)
 
     def finish(self) -> SampleLayout:
         config = self.config
@@ -239,6 +262,9 @@ class SampleLayoutBuilder:
             frames=np.concatenate(self.frames)
             if self.frames
             else np.zeros((0, config.audio_levels), np.int64),
+            frame_features=np.concatenate(self.frame_features)
+            if self.frame_features
+            else np.zeros((0, sum(config.sound_features.values())), np.float16),
             text_target=text_target,
             text_weight=1 / max(1, int((text_target != NO_TARGET).sum())) ** 0.5,
             bits_at=np.concatenate([at for at, _, _ in self.bits]) if self.bits else empty,
@@ -348,6 +374,7 @@ class RowBatch:
     scale_index: Tensor
     scale_at: Tensor
     frames: Tensor
+    frame_features: Tensor
     frame_at: Tensor
     positions: Tensor
     intervals: Tensor
@@ -380,6 +407,7 @@ _JOINED = (
     "scale_values",
     "scale_index",
     "frames",
+    "frame_features",
     "bits_at",
     "bits_target",
     "bits_weight",
@@ -460,6 +488,9 @@ def pack(rows: Iterable[Sequence[SampleLayout]], length: int, config: BackboneCo
         scale_index=joined("scale_index", nothing),
         scale_at=(flat_kind == SCALE).nonzero().squeeze(1),
         frames=joined("frames", np.zeros((0, config.audio_levels), np.int64)),
+        frame_features=joined(
+            "frame_features", np.zeros((0, sum(config.sound_features.values())), np.float16)
+        ).float(),
         frame_at=(flat_kind == FRAME).nonzero().squeeze(1),
         positions=torch.from_numpy(position),
         intervals=torch.from_numpy(intervals),

@@ -81,8 +81,8 @@ class ErnieMulti:
         """Answer a question made of any of ``text``, ``image`` and ``audio``.
 
         Args:
-            inputs: ``text`` is a string; ``image`` and ``audio`` are paths or the bytes of a file. A bare name
-                that is no file here may be one of the shipped examples, ``cat.jpg`` or ``meow.wav``.
+            inputs: ``text`` is a string; ``image`` and ``audio`` are paths or the bytes of a file. A bare
+                name that is no file here may be a shipped example, ``cat.jpg`` or ``meow.wav``.
             options: fields of :class:`~ernie5.protocol.generation.GenerationParams`: ``max_tokens``,
                 ``temperature`` (default 0), ``seed``, ``modalities`` (default: the model decides).
 

@@ -58,6 +58,8 @@ class Embeddings(nn.Module):
         self.scale_index = nn.Parameter(torch.empty(MAX_SCALES, config.width))
         self.audio = nn.Parameter(torch.empty(config.audio_levels, config.audio_codebook, config.width))
         self.merger = FeatureMerger(config.features, config.width)
+        sound_width = sum(config.sound_features.values())
+        self.sound_features = nn.Linear(sound_width, config.width, bias=False) if sound_width else None
 
     def forward(self, batch: RowBatch) -> Tensor:
         """float32 ``[B, N, d]``; padding is zero."""
@@ -69,15 +71,21 @@ class Embeddings(nn.Module):
         if len(batch.scale_at):
             x = x.index_copy(0, batch.scale_at, self.scales(batch.scale_values, batch.scale_index))
         if len(batch.frame_at):
-            x = x.index_copy(0, batch.frame_at, self.sound(batch.frames))
+            x = x.index_copy(0, batch.frame_at, self.sound(batch.frames, batch.frame_features))
         return x.view(rows, length, -1)
 
     def scales(self, values: Tensor, index: Tensor) -> Tensor:
         """Accumulated scales ``[c, bits]`` and their scale's number to ``[c, d]``."""
         return self.scale_value(values * values.shape[-1] ** 0.5) + self.scale_index[index]
 
-    def sound(self, codes: Tensor) -> Tensor:
-        """Frames ``[f, Q]`` to the sum over levels of level-specific embeddings, ``[f, d]``."""
+    def sound(self, codes: Tensor, features: Tensor | None = None) -> Tensor:
+        """Frames ``[f, Q]`` to the sum over levels of level-specific embeddings, ``[f, d]``.
+
+        ``features`` ``[f, D]`` of understood frames are projected and added; generated ones have none.
+        """
         levels, size, width = self.audio.shape
         flat = codes + torch.arange(levels, device=codes.device) * size
-        return F.embedding(flat, self.audio.view(levels * size, width)).sum(1)
+        x = F.embedding(flat, self.audio.view(levels * size, width)).sum(1)
+        if self.sound_features is not None and features is not None:
+            x = x + self.sound_features(features)
+        return x

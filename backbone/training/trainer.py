@@ -85,7 +85,9 @@ def parameter_groups(model: Backbone, training: TrainingConfig) -> list[dict[str
     A row of a code embedding moves only when its code occurs, one position in hundreds, so at the common
     learning rate these tables are what training waits for.
     """
-    codes, matrices, vectors = [], [], []
+    codes: list[torch.nn.Parameter] = []
+    matrices: list[torch.nn.Parameter] = []
+    vectors: list[torch.nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if name in ("embeddings.audio", "heads.audio.code", "embeddings.scale_index"):
             codes.append(parameter)

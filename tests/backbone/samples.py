@@ -38,7 +38,8 @@ def picture(rng: np.random.Generator, role: Role, grid: tuple[int, int] = (4, 4)
 def sound(rng: np.random.Generator, role: Role, frames: int = 5, levels: int = 3) -> TokenSegment:
     layout = CodebooksLayout(NANO.audio_codebook, levels, 12.5, 16000, frames * 1280)
     codes = rng.integers(0, NANO.audio_codebook, (frames, levels)).astype(np.int16)
-    return TokenSegment(TokenSpan("speech", layout, codes, "a"), role)
+    features = {"codec": rng.standard_normal((frames, 1, 48)).astype(np.float16)}
+    return TokenSegment(TokenSpan("speech", layout, codes, "a", features=features), role)
 
 
 def sequence(*segments: TokenSegment, name: str = "sample") -> TokenSequence:

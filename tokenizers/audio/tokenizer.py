@@ -52,6 +52,7 @@ FRAME_RATE = SAMPLE_RATE / FRAME_SAMPLES
 
 # Raised whenever the computation changes such that equal weights give other codes.
 _REVISION = 1
+FEATURE_ENCODER = "codec"
 
 
 class AudioTokenizer:
@@ -97,7 +98,12 @@ class AudioTokenizer:
 
     @torch.inference_mode()
     def encode(
-        self, audio: bytes | Waveform, *, modality: str = "speech", content_type: str | None = None
+        self,
+        audio: bytes | Waveform,
+        *,
+        modality: str = "speech",
+        content_type: str | None = None,
+        features: bool = True,
     ) -> TokenSpan:
         """Codes int16 ``[frames, levels]`` of a sound, 12.5 frames a second; silence fills the last one.
 
@@ -105,6 +111,8 @@ class AudioTokenizer:
             audio: the bytes of a file, or a waveform of any rate.
             modality: ``speech`` or ``sound``.
             content_type: of the bytes, where known.
+            features: add the ``codec`` features for understanding, float16 ``[frames, 1, D]``: the latent
+                frames before quantisation.
 
         Raises:
             InvalidMediaError, MediaTooLargeError, UnsupportedMediaError: see
@@ -120,7 +128,8 @@ class AudioTokenizer:
             waveform = read_audio(audio, content_type, self.limits)
         samples = torch.from_numpy(waveform.samples).to(self.device)
         padded = F.pad(samples, (0, -len(samples) % FRAME_SAMPLES))
-        codes = self.codec.encode(log_mel(padded)[None])[0]
+        latent = self.codec.to_latent(log_mel(padded)[None])
+        codes = self.codec.quantiser.encode(latent)[0]
         layout = CodebooksLayout(
             codebook_size=self.codec.config.codebook_size,
             levels=self.levels,
@@ -129,7 +138,10 @@ class AudioTokenizer:
             samples=len(samples),
             channels=waveform.channels,
         )
-        return TokenSpan(modality, layout, codes.cpu().numpy().astype(np.int16), self.hash)
+        kept = {}
+        if features:
+            kept[FEATURE_ENCODER] = latent[0].T[:, None].contiguous().cpu().numpy().astype(np.float16)
+        return TokenSpan(modality, layout, codes.cpu().numpy().astype(np.int16), self.hash, features=kept)
 
     @torch.inference_mode()
     def decode(self, span: TokenSpan, levels: int | None = None) -> Waveform:
@@ -168,8 +180,8 @@ class AudioTokenizer:
     def encode_segments(
         self, segments: Sequence[Segment], *, features: bool = True, latent: bool = False
     ) -> list[TokenSpan | ErnieMultiError]:
-        """See :class:`~ernie5.tokenizers.base.Tokenizer`; spans of sounds carry no features and no latent."""
-        return [_or_error(partial(self._encode_segment, segment)) for segment in segments]
+        """See :class:`~ernie5.tokenizers.base.Tokenizer`; spans of sounds carry no latent of their own."""
+        return [_or_error(partial(self._encode_segment, segment, features)) for segment in segments]
 
     def decode_spans(
         self, spans: Sequence[TokenSpan], *, content_type: str | None = None
@@ -181,13 +193,15 @@ class AudioTokenizer:
 
         return [_or_error(partial(decode, span)) for span in spans]
 
-    def _encode_segment(self, segment: Segment) -> TokenSpan:
+    def _encode_segment(self, segment: Segment, features: bool) -> TokenSpan:
         if segment.data is None:
             given = "text" if segment.text is not None else f"the unread reference {segment.reference!r}"
             raise InvalidMediaError(
                 f"a {segment.modality} segment needs the bytes of an audio file, not {given}"
             )
-        return self.encode(segment.data, modality=segment.modality, content_type=segment.content_type)
+        return self.encode(
+            segment.data, modality=segment.modality, content_type=segment.content_type, features=features
+        )
 
     def _checked_layout(self, span: TokenSpan) -> CodebooksLayout:
         if span.tokenizer != self.hash:
