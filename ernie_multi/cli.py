@@ -282,6 +282,22 @@ def _run_recipe(action: str, name: Tokenizer, arguments: list[str]) -> None:
         sys.argv = program
 
 
+@tokenizer_app.command("data")
+def tokenizer_data(
+    name: Annotated[Tokenizer, typer.Argument()],
+    out: OutFolder,
+    corpora: Annotated[
+        str | None,
+        typer.Option(
+            "--corpora", help="Corpora to read, joined by commas. Default: those built for the recipe."
+        ),
+    ] = None,
+) -> None:
+    """Write the files that `tokenizer train` and `tokenizer evaluate` read, from built corpora."""
+    chosen = [part.strip() for part in corpora.split(",") if part.strip()] if corpora is not None else None
+    _function("ernie_multi.tokenizer_data", "write")(name.value, out, corpora=chosen)
+
+
 @tokenizer_app.command("train", context_settings=_PASS_ON)
 def tokenizer_train(context: typer.Context, name: Annotated[Tokenizer, typer.Argument()]) -> None:
     """Train a tokenizer's weights; `ernie-multi tokenizer train NAME --help` lists the recipe's options."""

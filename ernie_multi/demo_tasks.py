@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ from ernie5.protocol.tokens import TokenSpan
 from ernie5.tokenizers.audio.mel import log_mel
 from ernie5.tokenizers.audio.preprocessing import read_audio, to_codec_rate
 from ernie_multi.local import Answer, LocalModel, question_of
+
+T = TypeVar("T")
 
 SIDE = 32
 CLIP_SAMPLES = 20480  # 1.28 s at 16 kHz
@@ -83,6 +85,13 @@ def digit_samples(corpus: Corpus, task: str) -> list[Sample]:
     return [sample for sample in samples if sample.metadata.get("digit") is not None or "digit" in task]
 
 
+def spread(items: Sequence[T], limit: int) -> list[T]:
+    """At most ``limit`` items, evenly spaced: a corpus lies sorted by label."""
+    if len(items) <= limit:
+        return list(items)
+    return [items[index * len(items) // limit] for index in range(limit)]
+
+
 def digit_of(sample: Sample) -> int:
     return int(sample.metadata.get("digit", sample.metadata["label"]))
 
@@ -131,7 +140,7 @@ def examine(
     ``limit`` bounds the questions of a task.
     """
     result = Examination()
-    _reading(model, test, limit, result)
+    _reading(model, test, limit, judges, result)
     _hearing(model, test, limit, judges, result)
     _naming(model, test, limit, result)
     _drawing(model, test, limit, judges, result)
@@ -172,12 +181,21 @@ def _score(result: Examination, name: str, right: Sequence[bool], **more: Any) -
         result.figures[f"{name}_{key}"] = value
 
 
-def _reading(model: LocalModel, test: Corpus, limit: int, result: Examination) -> None:
-    samples = digit_samples(test, "digit_read")[:limit]
+def _reading(model: LocalModel, test: Corpus, limit: int, judges: Judges, result: Examination) -> None:
+    samples = spread(digit_samples(test, "digit_read"), limit)
     answers = _answers(model, samples, _text_params())
     right = [answer.text == target_of(sample).text for answer, sample in zip(answers, samples)]
-    _score(result, "digit_read", right, judge=None, source="MNIST digits not seen in training")
-    for sample, answer, good in list(zip(samples, answers, right))[:12]:
+    media = decoded_media(model, [medium_of(sample, "image") for sample in samples])
+    seen = judges.picture.predict(np.stack([picture_array(data) for data in media]))
+    truth = np.array([digit_of(sample) for sample in samples])
+    _score(
+        result,
+        "digit_read",
+        right,
+        judge=float(np.mean(seen == truth)),
+        source="MNIST digits not seen in training",
+    )
+    for sample, answer, good in spread(list(zip(samples, answers, right)), 20):
         picture = medium_of(sample, "image").payload
         expected = target_of(sample).text or ""
         result.examples.append(
@@ -186,7 +204,7 @@ def _reading(model: LocalModel, test: Corpus, limit: int, result: Examination) -
 
 
 def _hearing(model: LocalModel, test: Corpus, limit: int, judges: Judges, result: Examination) -> None:
-    samples = digit_samples(test, "speech_hear")[:limit]
+    samples = spread(digit_samples(test, "speech_hear"), limit)
     media = [medium_of(sample, "speech") for sample in samples]
     answers = _answers(model, samples, _text_params())
     right = [
@@ -225,11 +243,11 @@ def _hearing(model: LocalModel, test: Corpus, limit: int, judges: Judges, result
 def _naming(model: LocalModel, test: Corpus, limit: int, result: Examination) -> None:
     for language in ("en", "zh"):
         task = f"emoji_name_{language}"
-        samples = [test[index] for index in test.indices(task)[:limit]]
+        samples = spread([test[index] for index in test.indices(task)], limit)
         answers = _answers(model, samples, _text_params(24))
         right = [answer.text == target_of(sample).text for answer, sample in zip(answers, samples)]
         _score(result, task, right, source="emoji in a drawing style not seen for them")
-        for sample, answer, good in list(zip(samples, answers, right))[:6]:
+        for sample, answer, good in spread(list(zip(samples, answers, right)), 12):
             picture = medium_of(sample, "image").payload
             expected = target_of(sample).text or ""
             result.examples.append(
@@ -242,7 +260,7 @@ def _first(answer: Answer, modality: str) -> TokenSpan | None:
 
 
 def _drawing(model: LocalModel, test: Corpus, limit: int, judges: Judges, result: Examination) -> None:
-    samples = digit_samples(test, "digit_draw")[:limit]
+    samples = spread(digit_samples(test, "digit_draw"), limit)
     answers = _answers(model, samples, _media_params("image", len(samples)))
     truth = np.array([digit_of(sample) for sample in samples])
     real = np.stack([picture_array(d) for d in decoded_media(model, [target_of(s) for s in samples])])
@@ -252,7 +270,7 @@ def _drawing(model: LocalModel, test: Corpus, limit: int, judges: Judges, result
         picture = model.decode(span).data if span is not None else b""
         good = bool(picture) and judges.picture.predict(picture_array(picture)[None])[0] == digit_of(sample)
         right.append(bool(good))
-        if len(right) <= 20:
+        if (len(right) - 1) % max(1, len(samples) // 20) == 0:
             result.examples.append(
                 Example("digit_draw", _question(sample), "", answer.text, good, {}, {"image": picture})
             )

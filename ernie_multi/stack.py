@@ -141,15 +141,17 @@ def _detached(out: Path, port: int | None, tokenizers_port: int | None, model: P
             stderr=output,
             start_new_session=True,
         )
-    while True:
-        if process.poll() is not None:
-            last = log.read_text("utf-8", "replace").strip().splitlines()[-1:]
-            raise UnavailableError(f"the stack did not come up: {''.join(last)} ({log})")
-        states = {status.name: status.state for status in run_status(out)}
-        if states.get("gateway") == "running":
-            status(out)
-            return
-        time.sleep(0.2)
+    try:
+        while {part.name: part.state for part in run_status(out)}.get("gateway") != "running":
+            if process.poll() is not None:
+                last = log.read_text("utf-8", "replace").strip().splitlines()[-1:]
+                raise UnavailableError(f"the stack did not come up: {''.join(last)} ({log})")
+            time.sleep(0.2)
+    except KeyboardInterrupt:
+        process.terminate()
+        process.wait()
+        raise
+    status(out)
 
 
 def down(out: Path) -> None:

@@ -7,6 +7,7 @@ only the last part, against a stack that runs elsewhere.
 
 from __future__ import annotations
 
+import json
 import logging
 import signal
 import sys
@@ -29,7 +30,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from ernie5.protocol.errors import InvalidInputError, UnavailableError
+from ernie5.protocol.errors import InvalidInputError, TokenizerMismatchError, UnavailableError
 from ernie5.protocol.modalities import modality_of
 from ernie5.protocol.service_settings import RedisSettings, StreamSettings
 from ernie5.protocol.settings import Settings, load_settings
@@ -44,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 _READY_S = 300.0
 _TOKENIZERS_S = 180.0
+_WATCH_S = 1.0
 
 
 class TrainerSettings(Settings):
@@ -96,28 +98,31 @@ def train(
     Args:
         data: a corpus by name, or a path.
         out: the run's folder; its name is the run's name on the stream.
-        steps: how many; ``minutes`` chooses the number from the speed of the first ones instead.
-        resume: go on from the newest checkpoint in ``out``; without it a folder with checkpoints is refused.
+        steps: how many; ``minutes`` chooses the number from the speed of a timed pass instead.
+        resume: go on from the newest checkpoint in ``out``, with its training options where none are given
+            here; without it a folder with checkpoints is refused.
         overrides: further fields of ``TrainingConfig``.
         repeats: samples an epoch for each item of a task.
         while_running: called once with the Redis address and the tokenizers' port when all is up.
 
     Raises:
         InvalidInputError: no such corpus or preset, or a folder that holds another run.
-        UnavailableError: a process did not come up.
+        UnavailableError: a process did not come up, or ended for good; a checkpoint is written then.
     """
     from ernie5.backbone.training.checkpoint import checkpoints
     from ernie5.backbone.training.trainer import TrainingConfig
     from ernie5.corpora.corpus import open_corpus
 
     console = console or Console(stderr=True)
-    corpus = open_corpus(data)
-    if checkpoints(out) and not resume:
+    corpus = open_corpus(data, repeats=repeats)
+    found = checkpoints(out)
+    if found and not resume:
         raise InvalidInputError(
             f"{out} holds checkpoints of an earlier run; go on with --resume, or name another folder",
             param="out",
         )
-    training = TrainingConfig(steps=steps or 1000, seed=seed, **(overrides or {}))
+    given = {**({} if steps is None else {"steps": steps}), **(overrides or {})}
+    training = TrainingConfig(**{"seed": seed, **(_options_of(found[-1], seed) if found else {}), **given})
     out.mkdir(parents=True, exist_ok=True)
     run = out.resolve().name
     console.print(
@@ -134,7 +139,7 @@ def train(
             "ERNIE_MULTI_SERVICE_PORT": str(port),
             "ERNIE_MULTI_SERVICE_RUN_DIR": str(out),
             "ERNIE_MULTI_INGEST_CORPUS": data,
-            "ERNIE_MULTI_INGEST_SEED": str(seed),
+            "ERNIE_MULTI_INGEST_SEED": str(training.seed),
             "ERNIE_MULTI_INGEST_REPEATS": ",".join(f"{k}={v}" for k, v in (repeats or {}).items()),
             # The trainer needs the cores; a tokenizer replica is busy in the first epoch only.
             "OMP_NUM_THREADS": "1",
@@ -156,7 +161,33 @@ def train(
             )
         if while_running is not None:
             while_running(redis_url, port)
-        return _train_here(redis_url, run, preset, training, out, minutes=minutes, console=console)
+
+        def check_processes() -> None:
+            for name, status in supervisor.ended().items():
+                log = out / "logs" / f"{name}.log"
+                raise UnavailableError(f"{name} ended with status {status}; its log is {log}")
+
+        return _train_here(
+            redis_url,
+            run,
+            preset,
+            training,
+            out,
+            minutes=minutes,
+            console=console,
+            check_peers=check_processes,
+        )
+
+
+def _options_of(checkpoint: Path, seed: int) -> dict[str, Any]:
+    """The training options that a checkpoint was written with."""
+    options: dict[str, Any] = json.loads((checkpoint / "state.json").read_text())["training"]
+    if seed not in (0, options["seed"]):
+        raise InvalidInputError(
+            f"{checkpoint} was trained with seed {options['seed']}, not {seed}; leave the seed out to go on",
+            param="seed",
+        )
+    return options
 
 
 def run_trainer() -> None:
@@ -197,52 +228,78 @@ def _train_here(
     *,
     minutes: float | None = None,
     console: Console,
+    check_peers: Callable[[], None] = lambda: None,
 ) -> TrainingResult:
+    """Train on a stream that exists; ``check_peers`` raises where one that it needs is gone for good."""
+    import torch
+
     from ernie5.backbone.config import preset
+    from ernie5.backbone.training.checkpoint import checkpoints
     from ernie5.backbone.training.trainer import Trainer
     from ernie5.services.redis_client import connect
     from ernie5.services.streams import Position, RunStream, TokenFeed
 
     stream = RunStream(connect(redis), run)
-    hashes = wait_for_tokenizers(stream)
+    hashes = wait_for_tokenizers(stream, check_peers)
     skipped: Counter[str] = Counter()
 
     def on_skip(position: int, reason: str) -> None:
         skipped[reason] += 1
         logger.warning("sample %d is left out: %s", position, reason)
 
+    threads = torch.get_num_threads()
+    _check_tokenizers(out, hashes)
     trainer = Trainer(preset(preset_name), training, out, hashes, on_skip=on_skip)
     if trainer.resume():
         console.print(f"going on from step {trainer.step}, sample {trainer.position}")
-    length = _corpus_length(stream)
+    length = _corpus_length(stream, check_peers)
     if minutes is not None:
         training = trainer.training = _sized(trainer, minutes, training)
 
     def want_checkpoint() -> None:
         trainer.checkpoint_wanted = True
 
+    asked: list[int] = []
+
+    def check() -> None:
+        if asked:
+            raise KeyboardInterrupt
+        check_peers()
+
     start = Position.of(trainer.position, length)
-    with TokenFeed(stream, start, on_checkpoint_asked=want_checkpoint) as feed:
+    with TokenFeed(stream, start, timeout_s=_WATCH_S, on_checkpoint_asked=want_checkpoint) as feed:
         trainer.on_checkpoint = lambda position: feed.commit(Position.of(position, length))
         began = time.perf_counter()
-        for _ in _shown(
-            _until_signal(trainer, trainer.run(_samples(feed, length, skipped))), trainer, console
-        ):
+        reports = trainer.run(_samples(feed, length, skipped, check))
+        for _ in _shown(_until_signal(trainer, reports, asked), trainer, console):
             pass
         seconds = time.perf_counter() - began
-    from ernie5.backbone.training.checkpoint import checkpoints
-
+    # The trainer gives each of its threads one core; what follows has them all again.
+    torch.set_num_threads(threads)
     if skipped:
         reasons = "; ".join(f"{count} x {reason}" for reason, count in skipped.most_common(3))
         console.print(f"{sum(skipped.values())} samples were left out ({reasons})")
     return TrainingResult(checkpoints(out)[-1], trainer.step, skipped, seconds)
 
 
-def _samples(feed: TokenFeed, length: int, skipped: Counter[str]) -> Iterator[tuple[int, Any]]:
-    """The feed as the trainer reads it: (ordinal, sequence), None for a tombstone."""
+def _samples(
+    feed: TokenFeed, length: int, skipped: Counter[str], check: Callable[[], None]
+) -> Iterator[tuple[int, Any]]:
+    """The feed as the trainer reads it: (ordinal, sequence), None for a tombstone.
+
+    ``check`` is called each time that nothing has come for a while; what it raises ends the run.
+    """
     from ernie5.services.streams import Tombstone
 
-    for position, value in feed:
+    while True:
+        try:
+            item = feed.next()
+        except UnavailableError:
+            check()
+            continue
+        if item is None:
+            return
+        position, value = item
         if isinstance(value, Tombstone):
             skipped[value.failure.message] += 1
             yield position.ordinal(length), None
@@ -250,7 +307,23 @@ def _samples(feed: TokenFeed, length: int, skipped: Counter[str]) -> Iterator[tu
             yield position.ordinal(length), value
 
 
-def wait_for_tokenizers(stream: RunStream, timeout_s: float = _TOKENIZERS_S) -> dict[str, str]:
+def _check_tokenizers(out: Path, hashes: dict[str, str]) -> None:
+    """Refuse to go on from a checkpoint with tokens of another meaning."""
+    from ernie5.backbone.training.checkpoint import checkpoints, read_config
+
+    for newest in checkpoints(out)[-1:]:
+        _, known = read_config(newest)
+        for service, expected in known.items():
+            if hashes.get(service) != expected:
+                raise TokenizerMismatchError(
+                    f"{newest} was trained with {service} tokenizer {expected[:12]}, the run has "
+                    f"{hashes.get(service, 'none')[:12]}; serve that tokenizer, or train into another folder"
+                )
+
+
+def wait_for_tokenizers(
+    stream: RunStream, check: Callable[[], None] = lambda: None, timeout_s: float = _TOKENIZERS_S
+) -> dict[str, str]:
     """Service name to tokenizer hash, once all three services have joined the run.
 
     Raises:
@@ -269,10 +342,11 @@ def wait_for_tokenizers(stream: RunStream, timeout_s: float = _TOKENIZERS_S) -> 
                 f"no {', '.join(sorted(missing))} tokenizer service has joined run {stream.keys.run!r} "
                 f"within {timeout_s:.0f} s; start them with `ernie-multi service`, the same run and REDIS_URL"
             )
+        check()
         time.sleep(0.1)
 
 
-def _corpus_length(stream: RunStream, timeout_s: float = _TOKENIZERS_S) -> int:
+def _corpus_length(stream: RunStream, check: Callable[[], None], timeout_s: float = _TOKENIZERS_S) -> int:
     deadline = time.monotonic() + timeout_s
     while (known := stream.corpus()) is None:
         if time.monotonic() > deadline:
@@ -280,6 +354,7 @@ def _corpus_length(stream: RunStream, timeout_s: float = _TOKENIZERS_S) -> int:
                 f"no ingest has joined run {stream.keys.run!r} within {timeout_s:.0f} s; start one with "
                 "`ernie-multi service ingest`"
             )
+        check()
         time.sleep(0.1)
     return int(known["length"])
 
@@ -290,17 +365,22 @@ def _sized(trainer: Trainer, minutes: float, training: TrainingConfig) -> Traini
     return training.model_copy(update={"steps": trainer.step + max(1, round(minutes * 60 / seconds))})
 
 
-def _until_signal(trainer: Trainer, reports: Iterator[StepReport]) -> Iterator[StepReport]:
-    """End after the step during which SIGINT or SIGTERM came, with a checkpoint."""
-    asked: list[int] = []
+def _until_signal(trainer: Trainer, reports: Iterator[StepReport], asked: list[int]) -> Iterator[StepReport]:
+    """End after the step during which SIGINT or SIGTERM came, with a checkpoint.
+
+    ``asked`` receives the signals, for those who wait for samples.
+    """
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.signal(number, lambda got, _: asked.append(got)) for number in numbers}
     try:
         for report in reports:
             yield report
             if asked:
-                trainer.checkpoint()
                 raise KeyboardInterrupt
+    except (KeyboardInterrupt, UnavailableError):
+        if trainer.step:
+            trainer.checkpoint()
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,14 +18,23 @@ from pydantic import BaseModel, ConfigDict, Field
 from ernie5.backbone.config import BackboneConfig
 from ernie5.backbone.elastic.draws import draw_layers, routing_for
 from ernie5.backbone.layout import RowBatch, SampleLayout, lay_out, pack
+from ernie5.backbone.model.experts import Routing
 from ernie5.backbone.model.transformer import Backbone
-from ernie5.backbone.objectives.next_group import LossWeights, loss_sums, target_counts, weighted_loss
+from ernie5.backbone.objectives.next_group import (
+    MODALITIES,
+    LossWeights,
+    loss_sums,
+    target_counts,
+    weighted_loss,
+)
 from ernie5.backbone.training.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from ernie5.backbone.training.packing import PackedStep, pack_steps
 from ernie5.backbone.training.schedule import warmup_stable_decay
 from ernie5.protocol.errors import InvalidInputError
 from ernie5.protocol.tokens import SequenceLayout, TokenSegment, TokenSequence, TokenSpan
 from ernie5.protocol.vocabulary import UnifiedVocabulary
+
+METRICS = "metrics.jsonl"
 
 # (position, sample) in order; None where the position holds no sample (a tombstone).
 SampleStream = Iterator[tuple[int, TokenSequence | None]]
@@ -34,7 +45,8 @@ class TrainingConfig(BaseModel):
 
     ``rows`` rows of ``row_length`` positions make a step. ``learning_rate`` is the peak of a
     warm-up/stable/decay schedule over ``steps``; code embeddings take ``code_learning_rate_factor`` times as
-    much. ``threads`` 0 leaves torch's own number.
+    much. A step's rows run in microbatches of at most ``microbatch_rows``, ``threads`` of them at a time (0:
+    as many as torch has threads); the number of threads changes no result.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -52,6 +64,7 @@ class TrainingConfig(BaseModel):
     checkpoint_every: int = Field(default=200, ge=1)
     keep_checkpoints: int = Field(default=2, ge=1)
     compute_dtype: str = Field(default="float32", pattern="^(float32|bfloat16)$")
+    microbatch_rows: int = Field(default=2, ge=1)
     threads: int = Field(default=0, ge=0)
     text_weight: float = Field(default=1.0, ge=0)
     vision_weight: float = Field(default=1.0, ge=0)
@@ -121,8 +134,9 @@ class Trainer:
             on_checkpoint: told the stream position that a written checkpoint covers.
             on_skip: told position and reason of samples the model can't take.
         """
-        if training.threads:
-            torch.set_num_threads(training.threads)
+        # Small products gain little from threads of their own; microbatches side by side keep cores busy.
+        self.workers = training.threads or torch.get_num_threads()
+        torch.set_num_threads(1)
         self.training, self.out, self.tokenizers = training, out, tokenizers
         self.on_checkpoint, self.on_skip = on_checkpoint, on_skip
         self.vocabulary = UnifiedVocabulary(backbone.text_vocabulary)
@@ -132,6 +146,8 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             parameter_groups(self.model, training), betas=(0.9, 0.95), fused=True
         )
+        self._parameters = list(self.model.parameters())
+        self._pool = ThreadPoolExecutor(self.workers, thread_name_prefix="microbatch")
         self.step = 0
         self.position = 0
         self.skipped = 0
@@ -145,7 +161,17 @@ class Trainer:
             return False
         state = load_checkpoint(found[-1], self.model, self.optimizer)
         self.step, self.position, self.skipped = state["step"], state["position"], state["skipped"]
+        self._forget_later_steps()
         return True
+
+    def _forget_later_steps(self) -> None:
+        """Drop the reports of steps that no checkpoint covers: they will be taken again."""
+        metrics = self.out / METRICS
+        if metrics.exists():
+            lines = metrics.read_text().splitlines(keepends=True)
+            # A line that was being written when the process died may be cut off.
+            whole = [line for line in lines if line.endswith("}\n")]
+            metrics.write_text("".join(line for line in whole if json.loads(line)["step"] <= self.step))
 
     def run(self, samples: SampleStream) -> Iterator[StepReport]:
         """Train until ``steps``; ``samples`` begins at :attr:`position`. A checkpoint is written at the end.
@@ -154,7 +180,7 @@ class Trainer:
             RuntimeError: the loss is not finite.
         """
         laid_out = ((position, self._lay_out(position, sample)) for position, sample in samples)
-        metrics = self.out / "metrics.jsonl"
+        metrics = self.out / METRICS
         if self.step < self.training.steps:
             for packed in pack_steps(laid_out, self.training.rows, self.training.row_length):
                 report = self._step(packed)
@@ -174,7 +200,9 @@ class Trainer:
         codes = rng.integers(0, config.text_vocabulary, min(48, training.row_length // 2)).astype(np.int32)
         span = TokenSpan("text", SequenceLayout(config.text_vocabulary), codes, "")
         sample = lay_out(TokenSequence("", (TokenSegment(span, "target"),)), config, self.vocabulary)
-        rows = [[sample] * (training.row_length // len(sample))] * training.rows
+        rows = [[sample] * (training.row_length // len(sample))] * min(
+            training.rows, training.microbatch_rows
+        )
         seconds = []
         for _ in range(3):
             batch = pack(rows, training.row_length, config)
@@ -183,7 +211,8 @@ class Trainer:
             weighted_loss(sums, sums.count, config, self.weights).backward()
             seconds.append(time.perf_counter() - started)
         self.optimizer.zero_grad(set_to_none=True)
-        return min(seconds)
+        rounds = -(-training.rows // (training.microbatch_rows * self.workers))
+        return min(seconds) * rounds
 
     def checkpoint(self) -> Path:
         """Write a checkpoint now and say which position it covers."""
@@ -224,19 +253,28 @@ class Trainer:
         groups: dict[tuple[int, ...], list[list[SampleLayout]]] = {}
         for row in packed.rows:
             groups.setdefault(draw_layers(config, generator), []).append(row)
-        batches = [(layers, pack(rows, training.row_length, config)) for layers, rows in groups.items()]
-        counts = {name: 0.0 for name in ("text", "vision", "audio")}
-        for _, batch in batches:
+        microbatches = [
+            (layers, pack(rows[start : start + training.microbatch_rows], training.row_length, config))
+            for layers, rows in groups.items()
+            for start in range(0, len(rows), training.microbatch_rows)
+        ]
+        counts = dict.fromkeys(MODALITIES, 0.0)
+        for _, batch in microbatches:
             for name, value in target_counts(batch).items():
                 counts[name] += value
-        totals = dict.fromkeys(counts, 0.0)
+        jobs = [(layers, batch, self._routing(batch, generator), counts) for layers, batch in microbatches]
+        totals = dict.fromkeys(MODALITIES, 0.0)
         load = torch.zeros(config.layers, config.experts)
         loss_value = 0.0
-        for layers, batch in batches:
-            loss, group_load = self._group_loss(layers, batch, counts, totals, generator)
-            loss.backward()
-            loss_value += float(loss.detach())
-            load += group_load
+        # Summed in the order of the rows, so that the result doesn't depend on who finishes first.
+        for result in self._pool.map(lambda job: self._gradients(*job), jobs):
+            loss_value += result.loss
+            load += result.load
+            for name, value in result.totals.items():
+                totals[name] += value
+            for parameter, gradient in zip(self._parameters, result.gradients):
+                if gradient is not None:
+                    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         if not np.isfinite(loss_value):
             raise RuntimeError(f"the loss is {loss_value} at step {self.step}; lower the learning rate")
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), training.gradient_clip)
@@ -264,30 +302,38 @@ class Trainer:
             next_position=self.position,
             seconds=time.perf_counter() - started,
             load_imbalance=float(busiest.mean()),
-            rows_by_depth={len(layers): batch.shape[0] for layers, batch in batches},
+            rows_by_depth=dict(Counter(len(layers) for layers, rows in groups.items() for _ in rows)),
         )
 
-    def _group_loss(
-        self,
-        layers: tuple[int, ...],
-        batch: RowBatch,
-        counts: dict[str, float],
-        totals: dict[str, float],
-        generator: np.random.Generator,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        config = self.model.config
+    def _routing(self, batch: RowBatch, generator: np.random.Generator) -> Routing:
         real = torch.zeros(batch.shape, dtype=torch.bool)
         for index, lengths in enumerate(batch.lengths):
             real[index, : sum(lengths)] = True
-        routing = routing_for(config, batch.sample.flatten(), batch.samples, real.flatten(), generator)
+        return routing_for(
+            self.model.config, batch.sample.flatten(), batch.samples, real.flatten(), generator
+        )
+
+    def _gradients(
+        self, layers: tuple[int, ...], batch: RowBatch, routing: Routing, counts: dict[str, float]
+    ) -> _Microbatch:
+        """One microbatch's share of the step's loss and its gradients; touches no shared state."""
+        config = self.model.config
         outputs = self.model(batch, layers=layers, routing=routing)
         sums = loss_sums(outputs, batch)
-        for name, value in sums.total.items():
-            totals[name] += float(value.detach())
         loss = weighted_loss(sums, counts, config, self.weights)
         for term in routing.auxiliary:
             loss = loss + term / len(layers)
+        gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
         load = torch.zeros(config.layers, config.experts)
         for layer, chosen in routing.load.items():
             load[layer] = chosen.float()
-        return loss, load
+        totals = {name: float(value.detach()) for name, value in sums.total.items()}
+        return _Microbatch(float(loss.detach()), totals, load, gradients)
+
+
+@dataclass
+class _Microbatch:
+    loss: float
+    totals: dict[str, float]
+    load: torch.Tensor
+    gradients: tuple[torch.Tensor | None, ...]

@@ -62,6 +62,17 @@ def test_stopping_anywhere_and_resuming_gives_the_same_weights(tmp_path):
             assert torch.equal(value, again.model.state_dict()[name]), name
 
 
+def test_the_number_of_threads_changes_no_bit(tmp_path):
+    results = []
+    for threads in (1, 2):
+        training = TRAINING.model_copy(update={"threads": threads, "microbatch_rows": 1, "steps": 3})
+        trainer = Trainer(NANO, training, tmp_path / str(threads), {})
+        list(trainer.run(stream()))
+        results.append(weights(trainer))
+    for name, value in results[0].items():
+        assert torch.equal(value, results[1][name]), name
+
+
 def test_a_checkpoint_is_a_model_folder_and_tells_what_it_covers(tmp_path):
     covered = []
     trainer = Trainer(NANO, TRAINING, tmp_path, {"text": "t"}, on_checkpoint=covered.append)
