@@ -138,7 +138,9 @@ class ErnieMulti:
         if inputs.get("audio") is not None:
             data, _ = _medium(inputs["audio"], "audio")
             suffix = (
-                Path(inputs["audio"]).suffix.lower() if not isinstance(inputs["audio"], bytes) else ".wav"
+                Path(inputs["audio"]).suffix.lower()
+                if not isinstance(inputs["audio"], bytes | bytearray)
+                else ".wav"
             )
             encoded = base64.b64encode(data).decode()
             sound = {"data": encoded, "format": _AUDIO_FORMATS.get(suffix, "wav")}

@@ -135,10 +135,11 @@ def ask(out: Path, folder: Path, plan: Mapping[str, Any], *, quick: bool, consol
 
     model = LocalModel(folder, capacity=64, max_length=256)
     train, test = open_corpus("mini"), open_corpus("mini", "test")
+    limit = QUICK_LIMIT if quick else 400
     with console.status("training the judges on real digits and real speech"):
-        judges = Judges(model, train, scale=0.1 if quick else 1.0)
+        judges = Judges(model, train, test, limit=limit, scale=0.1 if quick else 1.0)
     with console.status("asking on held-out input"):
-        examination = examine(model, train, test, limit=QUICK_LIMIT if quick else 400, judges=judges)
+        examination = examine(model, test, limit=limit, judges=judges)
         use = expert_use(model, [test[i] for i in range(0, len(test), max(1, len(test) // 200))])
     prediction, inputs = article_call(folder)
     outputs = {"image": prediction.image, "audio": prediction.audio}

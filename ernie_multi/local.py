@@ -118,25 +118,31 @@ class LocalModel:
         spans = iter(flat)
         answers = [Answer() for _ in questions]
         ids: list[list[int]] = [[] for _ in questions]
-        for number, (question, choice) in enumerate(zip(questions, params)):
-            segments = tuple(TokenSegment(next(spans), segment.role) for segment in question)
-            self.engine.submit(Request(str(number), TokenSequence(str(number), segments), choice))
-        done = 0
-        while self.engine.active:
-            for event in self.engine.step():
-                number = int(event.request_id)
-                if isinstance(event, TokenEvent):
-                    if event.token < self.text.vocabulary_size:
-                        ids[number].append(event.token)
-                elif isinstance(event, SpanEvent):
-                    answers[number].spans.append(event.span)
-                elif isinstance(event, DoneEvent):
-                    answers[number].finish_reason, answers[number].usage = event.finish_reason, event.usage
-                    done += 1
-                elif isinstance(event, ErrorEvent):
-                    raise ErnieMultiError(event.message)
-            if on_progress is not None:
-                on_progress(done)
+        try:
+            for number, (question, choice) in enumerate(zip(questions, params)):
+                segments = tuple(TokenSegment(next(spans), segment.role) for segment in question)
+                self.engine.submit(Request(str(number), TokenSequence(str(number), segments), choice))
+            done = 0
+            while self.engine.active:
+                for event in self.engine.step():
+                    number = int(event.request_id)
+                    if isinstance(event, TokenEvent):
+                        if event.token < self.text.vocabulary_size:
+                            ids[number].append(event.token)
+                    elif isinstance(event, SpanEvent):
+                        answers[number].spans.append(event.span)
+                    elif isinstance(event, DoneEvent):
+                        answers[number].finish_reason = event.finish_reason
+                        answers[number].usage = event.usage
+                        done += 1
+                    elif isinstance(event, ErrorEvent):
+                        raise ErnieMultiError(event.message)
+                if on_progress is not None:
+                    on_progress(done)
+        finally:
+            # After an error or Ctrl-C no question may be left for the next call to find.
+            for number in range(len(questions)):
+                self.engine.cancel(str(number))
         for answer, said in zip(answers, ids):
             answer.text = self.text.text(said)
         return answers

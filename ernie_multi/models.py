@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -62,7 +63,12 @@ def models_below(folder: Path) -> Iterator[Path]:
 
 def newest(models: Iterable[Path]) -> Path | None:
     """The model whose weights were written last; of equally old ones the last by name."""
-    return max(models, key=lambda path: ((path / _FILES[1]).stat().st_mtime_ns, path.name), default=None)
+    written = []
+    for path in models:
+        # A trainer may drop an old checkpoint meanwhile.
+        with contextlib.suppress(FileNotFoundError):
+            written.append(((path / _FILES[1]).stat().st_mtime_ns, path.name, path))
+    return max(written)[2] if written else None
 
 
 def _is_model(folder: Path) -> bool:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,6 +50,8 @@ PICTURE_SOURCES = {
 _PICTURE_TASKS = ("emoji_draw", "draw", "digit_draw")
 _CLIP_TASKS = ("speech_say", "sound_make")
 _TEXT_TASKS = ("text", "emoji_draw")
+# What the shipped vocabulary saw of the package of poems, as prefixes of paths.
+_SHIPPED_POEMS = ("dist/lunyu/", "dist/quantangshi/poet.tang.", "dist/shijing/", "dist/songci/")
 _TEXT_FILES = {"en": "en.txt", "zh": "zh.txt", "zh-Hant": "zh.txt", "python": "code.txt"}
 
 
@@ -202,10 +206,22 @@ def _package_texts(report: Report) -> dict[str, str]:
 
     require_tool("bible")
     home = data_home()
-    fortunes, poems = unpack("fortunes-zh", home), unpack("poems", home, ("dist/",))
+    fortunes = unpack("fortunes-zh", home)
+    poems = unpack("poems", home, _SHIPPED_POEMS)
+
+    def chinese() -> str:
+        # The recipe reads all that is unpacked, and other builders may have unpacked more.
+        with tempfile.TemporaryDirectory() as folder:
+            for file in poems.rglob("*.json"):
+                name = file.relative_to(poems).as_posix()
+                if name.startswith(_SHIPPED_POEMS):
+                    (Path(folder) / name).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(file, Path(folder) / name)
+            return sources.chinese(fortunes, Path(folder))
+
     makers: dict[str, Callable[[], str]] = {
         "en.txt": sources.english,
-        "zh.txt": lambda: sources.chinese(fortunes, poems),
+        "zh.txt": chinese,
         "code.txt": sources.code,
         "names.txt": sources.names,
     }
@@ -214,7 +230,7 @@ def _package_texts(report: Report) -> dict[str, str]:
     except ModuleNotFoundError as error:
         if error.name != "emoji":
             raise
-        raise UnavailableError("the names of emoji need a package: pip install emoji==2.16.0") from None
+        raise UnavailableError("emoji is not installed: pip install 'ernie-multi[corpora]'") from None
 
 
 def _corpus_texts(corpora: Sequence[str], report: Report) -> dict[str, str]:

@@ -79,6 +79,8 @@ def prepare(folders: RayFolders | None) -> None:
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         # The default of 30 s is for load balancers outside; applications are deleted before the shutdown.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+        # A proxy that starts on busy cores needs longer than the default of 5 s, after which it is killed.
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
         "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, os.cpu_count() or 1)),
         # Hides GPUs from replicas that ask for none; without it a future Ray stops doing so.
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",

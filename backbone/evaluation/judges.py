@@ -1,8 +1,8 @@
-"""Small classifiers that say which digit a picture shows or a sound speaks.
+"""A small classifier that says which digit a picture shows.
 
-They judge what the model generates, and their own accuracy on decoded real media is quoted beside every
-score. They train on real items in seconds, and see both the originals and their decoded forms, so that a
-codec's blur is not taken for the model's fault.
+It judges what the model draws, and its own accuracy on decoded real pictures is quoted beside every score. It
+trains on real items in seconds, and sees both the originals and their decoded forms, so that the tokenizer's
+blur is not taken for the model's fault.
 """
 
 from __future__ import annotations
@@ -81,12 +81,3 @@ def shift_picture(x: Tensor, generator: torch.Generator) -> Tensor:
     """Move a batch of pictures by up to two pixels and add noise."""
     rows, columns = (int(torch.randint(-2, 3, (1,), generator=generator)) for _ in range(2))
     return torch.roll(x, (rows, columns), (1, 2)) + 0.05 * torch.randn(x.shape, generator=generator)
-
-
-def shift_sound(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Move log-mel spectrograms ``[n, bands, frames]`` in time, change their loudness, hide a few bands."""
-    x = torch.roll(x, int(torch.randint(0, 20, (1,), generator=generator)), 2)
-    x = x + 0.4 * torch.randn(len(x), 1, 1, generator=generator)
-    band = int(torch.randint(0, x.shape[1] - 8, (1,), generator=generator))
-    x[:, band : band + 8] = x.mean()
-    return x

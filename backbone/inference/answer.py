@@ -20,6 +20,7 @@ from ernie5.protocol.modalities import MODALITIES
 from ernie5.protocol.tokens import ScalesLayout
 from ernie5.protocol.vocabulary import UnifiedVocabulary
 
+BARE = ("text", "code")  # told as ids of the text vocabulary, without begin and end markers
 Chunk = tuple[str, Tensor, np.ndarray]  # kind ("token", "scale", "frame"), values, positions [n, 3]
 
 
@@ -82,6 +83,11 @@ class Answer:
         return TokenEvent(self.request.id, token)
 
 
+def can_generate(modality: str) -> bool:
+    """Whether an answer may hold a modality: bare text, or media whose codes have heads of their own."""
+    return modality in BARE or MODALITIES[modality].layout != "sequence"
+
+
 def allowed_ids(answer: Answer, vocabulary: UnifiedVocabulary) -> Tensor:
     """bool ``[V + markers]``: what the text head may say next.
 
@@ -90,7 +96,7 @@ def allowed_ids(answer: Answer, vocabulary: UnifiedVocabulary) -> Tensor:
     """
     wanted = answer.params.modalities
     mask = torch.zeros(vocabulary.size, dtype=torch.bool)
-    text = any(name in wanted for name in ("text", "code"))
+    text = any(name in wanted for name in BARE)
     if text:
         mask[: vocabulary.text_size] = True
     if text or answer.anything:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ernie5.backbone.elastic.subnetwork import choose_subnetwork
-from ernie5.backbone.inference.answer import Answer, Chunk, allowed_ids, grid_ids
+from ernie5.backbone.inference.answer import Answer, Chunk, allowed_ids, can_generate, grid_ids
 from ernie5.backbone.inference.cache import KeyValueCache
 from ernie5.backbone.inference.prompt import lay_out_prompt
 from ernie5.backbone.inference.sampler import draw, draw_bits, draw_rows
@@ -108,6 +108,12 @@ class InferenceEngine:
         """Take a request; see the protocol. Raises InvalidInputError where it can't be served."""
         self._check_tokenizers(request)
         params = request.params
+        foreign = [name for name in params.modalities if not can_generate(name)]
+        if foreign:
+            raise InvalidInputError(
+                f"modalities {', '.join(foreign)} can't be generated; ask for text, code, pictures or sounds",
+                param="modalities",
+            )
         subnetwork = choose_subnetwork(self.model, params.depth, params.width, params.experts_per_token)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         answer = Answer(request, subnetwork, seed, slot=-1)
@@ -161,7 +167,7 @@ class InferenceEngine:
                 total += len(layout)
             for answer, layout in batch:
                 answer.slot = self.cache.free.pop()
-                answer.length = answer.prompt_tokens = len(layout)
+                answer.length = len(layout)
                 self._running[answer.request.id] = answer
                 self.cache.hidden[answer.slot].zero_()
                 self.cache.hidden[answer.slot, : len(layout)] = torch.from_numpy(

@@ -19,7 +19,8 @@ def lay_out_prompt(
 ) -> SampleLayout:
     """Lay out the conversation, the ``target`` marker and the events already delivered.
 
-    Sets the answer's clock, what it has produced and the medium it is in the middle of.
+    Sets the answer's clock, the prompt's length, what the answer has produced and the medium it is in the
+    middle of.
 
     Raises:
         InvalidInputError: the model can't take a span, or a resumed event doesn't follow from the one before.
@@ -29,6 +30,7 @@ def lay_out_prompt(
     if not answer.request.sequence.segments or answer.request.sequence.segments[-1].role != "context":
         raise InvalidInputError("the conversation must end with something to answer", param="messages")
     builder.marker(vocabulary.marker("target"), False)
+    answer.prompt_tokens = builder.length
     for event in resume:
         if isinstance(event, TokenEvent):
             answer.owed = None

@@ -93,8 +93,9 @@ def save_checkpoint(
     ``state`` is JSON: the stream position and whatever else the trainer needs to go on to the bit.
     """
     final = root / f"step-{step:08d}"
-    temporary = root / f".{final.name}.{os.getpid()}"
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary, replaced = root / f".{final.name}.{os.getpid()}", root / f".{final.name}.replaced"
+    for left_by_a_crash in root.glob(".step-*"):
+        shutil.rmtree(left_by_a_crash)
     save_model(temporary, model, tokenizers)
     names = _parameter_names(model, optimizer)
     slots = optimizer.state_dict()["state"]
@@ -110,8 +111,10 @@ def save_checkpoint(
         with path.open("rb") as file:
             os.fsync(file.fileno())
     if final.exists():
-        shutil.rmtree(final)
+        final.rename(replaced)
     temporary.rename(final)
+    _sync_folder(root)
+    shutil.rmtree(replaced, ignore_errors=True)
     for old in checkpoints(root)[:-keep]:
         shutil.rmtree(old)
     return final
@@ -126,24 +129,39 @@ def load_checkpoint(folder: Path, model: Backbone, optimizer: torch.optim.Optimi
     """Restore weights and optimizer state in place; returns the content of ``state.json``.
 
     Raises:
-        InvalidInputError: the checkpoint belongs to a network of another shape.
+        InvalidInputError: the checkpoint belongs to a network of another shape, or is damaged.
     """
     config, _ = read_config(folder)
     if config != model.config:
         raise InvalidInputError(
             f"{folder} was trained with another configuration; give the same preset, or start anew"
         )
-    model.load_state_dict(load_file(folder / "model.safetensors"))
     names = _parameter_names(model, optimizer)
     index = {name: position for position, name in enumerate(names)}
     slots: dict[int, dict[str, torch.Tensor]] = {}
-    with safe_open(folder / "optimizer.safetensors", framework="pt") as file:
-        for key in file.keys():  # noqa: SIM118 - safe_open is no mapping
-            slot, name = key.split("/", 1)
-            slots.setdefault(index[name], {})[slot] = file.get_tensor(key)
+    try:
+        state: dict[str, Any] = json.loads((folder / "state.json").read_text())
+        with safe_open(folder / "optimizer.safetensors", framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                slot, name = key.split("/", 1)
+                slots.setdefault(index[name], {})[slot] = file.get_tensor(key)
+        model.load_state_dict(load_file(folder / "model.safetensors"))
+    except (OSError, SafetensorError, RuntimeError, KeyError, ValueError) as error:
+        raise InvalidInputError(
+            f"checkpoint {folder} can't be read: {error}; remove it to go on from the one before"
+        ) from None
     head = optimizer.state_dict()
     optimizer.load_state_dict({"state": slots, "param_groups": head["param_groups"]})
-    return json.loads((folder / "state.json").read_text())
+    return state
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make renames in a folder last through a loss of power."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _parameter_names(model: Backbone, optimizer: torch.optim.Optimizer) -> list[str]:

@@ -99,7 +99,7 @@ def draw_clips(path: Path) -> None:
         seconds = original.shape[-1] / 100
         axes[0, column].set_title(f"“{DIGIT}” in {language}, voice {voice}", fontsize=10)
         axes[1, column].set_xlabel(f"{seconds:.2f} s, {codes.shape[1]} frames of {codes.shape[2]} codes")
-    figure.savefig(path, dpi=90, metadata={"Software": None})
+    figure.savefig(path, dpi=72, metadata={"Software": None})
 
 
 if __name__ == "__main__":

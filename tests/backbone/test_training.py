@@ -103,6 +103,18 @@ def test_damaged_model_folders_are_refused(tmp_path):
         load_model(folder)
 
 
+def test_a_damaged_checkpoint_is_refused_and_a_rewritten_one_leaves_nothing_behind(tmp_path):
+    (tmp_path / ".step-00000009.1").mkdir()
+    trainer = Trainer(NANO, TRAINING, tmp_path, {})
+    for _ in range(2):
+        folder = trainer.checkpoint()
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+    state = folder / "optimizer.safetensors"
+    state.write_bytes(state.read_bytes()[:-1])
+    with pytest.raises(InvalidInputError, match="can't be read"):
+        Trainer(NANO, TRAINING, tmp_path, {}).resume()
+
+
 def test_every_modality_is_learnt(tmp_path):
     rng = np.random.default_rng(0)
     fixed = [mixed(rng, kind) for kind in range(5)]

@@ -92,7 +92,7 @@ def test_transparency_of_a_picture_is_kept_and_its_size_made_fit() -> None:
     picture[:24, :, 3] = 0
     sprite = tokenizer_data.sprite_of(Image.fromarray(picture))
     assert sprite.shape == (96, 96, 4)
-    assert (sprite[:44, :, 3] == 0).all() and (sprite[52:, :, 3] == 255).all()
+    assert (sprite[:40, :, 3] == 0).all() and (sprite[56:, :, 3] == 255).all()
 
 
 def test_the_audio_recipe_takes_the_clips(few_items: None, tmp_path: Path) -> None:

@@ -26,11 +26,12 @@ from torch import Tensor, nn
 from ernie5.tokenizers.audio.clips import FRAME_SAMPLES, Clips
 from ernie5.tokenizers.audio.codec import MelCodec
 from ernie5.tokenizers.audio.mel import HOP, LOG_FLOOR, griffin_lim, log_mel
-from ernie5.tokenizers.audio.storage import CODEC_FILE, VOCODER_FILE, read_codec, read_vocoder
+from ernie5.tokenizers.audio.storage import CODEC_FILE, SHIPPED, VOCODER_FILE, read_codec, read_vocoder
 from ernie5.tokenizers.audio.vocoder import Vocoder
 
 JUDGE_SAMPLES = 10 * FRAME_SAMPLES  # 0.8 s, the 99th percentile of spoken digits
 LEVELS = (8, 4, 2)
+JUDGE_FILE = "judge.safetensors"
 
 
 class DigitJudge(nn.Module):
@@ -54,6 +55,13 @@ class DigitJudge(nn.Module):
         mean = log_mels.mean((1, 2), keepdim=True)
         normal = (log_mels - mean) / (log_mels.std((1, 2), keepdim=True) + 1e-3)
         return self.out(F.dropout(self.features(normal[:, None]).flatten(1), 0.4, self.training))
+
+
+def shipped_judge() -> DigitJudge:
+    """The judge that comes with the tokenizer: ``weights/judge.safetensors``."""
+    judge = DigitJudge()
+    judge.load_state_dict(load_file(SHIPPED / JUDGE_FILE))
+    return judge.eval()
 
 
 def train_judge(
@@ -209,7 +217,7 @@ def evaluate(data: Path, weights: Path, out: Path, *, judge_steps: int = 900) ->
     clips = Clips.load(data)
     codec, vocoder = read_codec(weights / CODEC_FILE), read_vocoder(weights / VOCODER_FILE)
     draw_spectrograms(clips, pictured(clips), codec, vocoder, out / "spectrograms.png")
-    judge = _trained_judge(clips, out / "judge.safetensors", judge_steps)
+    judge = _trained_judge(clips, out / JUDGE_FILE, judge_steps)
     result = figures(clips, codec, vocoder, judge)
     result["held_out_sounds_log_mel_l1"] = sound_distances(clips, codec, vocoder)
     result["perplexity"] = perplexities(clips, codec)

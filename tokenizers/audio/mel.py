@@ -44,19 +44,23 @@ def filterbank() -> Tensor:
         falling = (high - frequencies) / (high - centre)
         filters[band] = np.maximum(0.0, np.minimum(rising, falling))
     filters /= np.maximum(filters.sum(axis=1, keepdims=True), 1e-6)
-    return torch.from_numpy(filters.astype(np.float32))
+    with torch.inference_mode(False):
+        return torch.from_numpy(filters.astype(np.float32))
 
 
 @cache
 def inverse_filterbank() -> Tensor:
     """Pseudo-inverse of :func:`filterbank`, float32 ``[F, BANDS]``."""
-    return torch.linalg.pinv(filterbank().double()).float()
+    with torch.inference_mode(False):
+        return torch.linalg.pinv(filterbank().double()).float()
 
 
 @cache
 def window() -> Tensor:
     """The analysis and synthesis window, float32 ``[WINDOW]``."""
-    return torch.hann_window(WINDOW)
+    # Cached tensors outlive the call: made under inference mode, later backward passes would refuse them.
+    with torch.inference_mode(False):
+        return torch.hann_window(WINDOW)
 
 
 def stft(samples: Tensor) -> Tensor:
