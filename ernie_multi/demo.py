@@ -89,6 +89,7 @@ def run(
         (out / PLAN).write_text(json.dumps(plan, indent=1) + "\n")
     figures = ask(out, checkpoints(out)[-1], plan, quick=quick, console=console)
     figures["wall_seconds"] = round(time.monotonic() - started, 1)
+    (out / "figures.json").write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
     _show(figures, console)
     console.print(f"[bold]report: {out / 'report.html'}[/]   figures: {out / 'figures.json'}")
 
@@ -197,8 +198,9 @@ def expert_use(model: Any, samples: list[Sample]) -> dict[str, np.ndarray]:
     """Share of each expert by layer for each kind of position, on full samples; ``[layers, experts]``."""
     import torch
 
-    from ernie5.backbone.layout import GROUPS, lay_out, pack
+    from ernie5.backbone.layout import lay_out
     from ernie5.backbone.model.experts import Routing
+    from ernie5.backbone.rows import GROUPS, pack
     from ernie5.protocol.vocabulary import UnifiedVocabulary
 
     config = model.model.config

@@ -26,7 +26,7 @@ from ernie_multi.local import Answer, LocalModel, question_of
 T = TypeVar("T")
 
 SIDE = 32
-MEDIA_TEMPERATURE = {"image": 0.7, "speech": 0.6}
+MEDIA_TEMPERATURE = {"image": 0.7, "speech": 0.2}
 
 
 @dataclass

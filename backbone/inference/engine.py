@@ -21,10 +21,11 @@ from ernie5.backbone.inference.answer import Answer, Chunk, allowed_ids, can_gen
 from ernie5.backbone.inference.cache import KeyValueCache
 from ernie5.backbone.inference.prompt import lay_out_prompt
 from ernie5.backbone.inference.sampler import draw, draw_bits, draw_rows
-from ernie5.backbone.layout import MAX_SCALES, SampleLayout, cell_positions, history_matrix, pack
+from ernie5.backbone.layout import MAX_SCALES, SampleLayout, cell_positions, history_matrix
 from ernie5.backbone.layout import code_signs as signs
 from ernie5.backbone.model.heads import TeacherForcing
 from ernie5.backbone.model.transformer import Backbone
+from ernie5.backbone.rows import pack
 from ernie5.kernels.flashmask import flashmask_attention
 from ernie5.protocol.errors import InvalidInputError, TokenizerMismatchError
 from ernie5.protocol.generation import DoneEvent, Event, FinishReason, Request, SpanEvent

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ernie5.backbone.config import BackboneConfig
-from ernie5.backbone.layout import MAX_SCALES, RowBatch
+from ernie5.backbone.layout import MAX_SCALES
+from ernie5.backbone.rows import RowBatch
 from ernie5.protocol.vocabulary import UnifiedVocabulary
 
 

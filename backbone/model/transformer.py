@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ernie5.backbone.config import BackboneConfig
-from ernie5.backbone.layout import RowBatch
 from ernie5.backbone.model.attention import Attend, Attention
 from ernie5.backbone.model.embeddings import Embeddings
 from ernie5.backbone.model.experts import Routing, SparseFeedForward
 from ernie5.backbone.model.heads import AudioCodes, Heads, TeacherForcing
 from ernie5.backbone.model.rope import rotation
+from ernie5.backbone.rows import RowBatch
 from ernie5.kernels.flashmask import flashmask_attention
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ernie5.backbone.config import BackboneConfig
-from ernie5.backbone.layout import RowBatch
 from ernie5.backbone.model.transformer import Outputs
+from ernie5.backbone.rows import RowBatch
 
 MODALITIES = ("text", "vision", "audio")
 

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ernie5.backbone.config import BackboneConfig
 from ernie5.backbone.elastic.draws import draw_layers, routing_for
-from ernie5.backbone.layout import RowBatch, SampleLayout, lay_out, pack
+from ernie5.backbone.layout import SampleLayout, lay_out
 from ernie5.backbone.model.experts import Routing
 from ernie5.backbone.model.transformer import Backbone
 from ernie5.backbone.objectives.next_group import (
@@ -27,6 +27,7 @@ from ernie5.backbone.objectives.next_group import (
     target_counts,
     weighted_loss,
 )
+from ernie5.backbone.rows import RowBatch, pack
 from ernie5.backbone.training.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from ernie5.backbone.training.packing import PackedStep, pack_steps
 from ernie5.backbone.training.schedule import warmup_stable_decay
@@ -322,7 +323,8 @@ class Trainer:
         sums = loss_sums(outputs, batch)
         loss = weighted_loss(sums, counts, config, self.weights)
         for term in routing.auxiliary:
-            loss = loss + term / len(layers)
+            # The step's rows share these terms, whatever microbatches they came in.
+            loss = loss + term / len(layers) * (batch.shape[0] / self.training.rows)
         gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
         load = torch.zeros(config.layers, config.experts)
         for layer, chosen in routing.load.items():

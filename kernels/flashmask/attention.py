@@ -42,8 +42,13 @@ def flashmask_attention(
         plan = MaskPlan.from_intervals(
             intervals_from_startend(startend_row_indices, query.shape[1], key, causal), query.shape[1]
         )
-    elif startend_row_indices is not None:
-        raise ValueError("give either a plan or startend_row_indices, not both")
+    elif startend_row_indices is not None or causal:
+        raise ValueError("a plan is the whole mask: give either it, or startend_row_indices and causal")
+    if plan.rows != query.shape[1] or plan.intervals.shape[2] != key.shape[1]:
+        raise ValueError(
+            f"the plan is for {plan.rows} rows and {plan.intervals.shape[2]} columns, the query has "
+            f"{query.shape[1]} rows and the key {key.shape[1]} columns"
+        )
     if backend == "auto":
         backend = "panels" if plan.intervals.shape[1] == 1 else "reference"
     if backend == "panels":

@@ -7,8 +7,9 @@ import torch
 from ernie5.backbone.config import BackboneConfig
 from ernie5.backbone.inference.engine import InferenceEngine
 from ernie5.backbone.inference.sampler import draw, draw_rows
-from ernie5.backbone.layout import lay_out, pack
+from ernie5.backbone.layout import lay_out
 from ernie5.backbone.model.transformer import Backbone
+from ernie5.backbone.rows import pack
 from ernie5.protocol.errors import InvalidInputError, TokenizerMismatchError
 from ernie5.protocol.generation import DoneEvent, GenerationParams, Request, SpanEvent, TokenEvent
 from ernie5.protocol.tokens import SequenceLayout, TokenSegment, TokenSequence, TokenSpan

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from ernie5.backbone.layout import FRAME, NO_TARGET, SCALE, history_matrix, lay_out, pack
+from ernie5.backbone.layout import FRAME, NO_TARGET, SCALE, history_matrix, lay_out
+from ernie5.backbone.rows import pack
 from ernie5.kernels.scales import block_inputs, codes_to_values, final_sum
 from ernie5.protocol.errors import InvalidInputError
 from ernie5.protocol.grids import GRIDS, schedule_for

@@ -8,10 +8,11 @@ import torch
 
 from ernie5.backbone.config import ElasticConfig, preset
 from ernie5.backbone.elastic.draws import draw_layers, draw_routing
-from ernie5.backbone.layout import lay_out, pack
+from ernie5.backbone.layout import lay_out
 from ernie5.backbone.model.experts import Routing
 from ernie5.backbone.model.transformer import Backbone
 from ernie5.backbone.objectives.next_group import LossWeights, loss_sums, weighted_loss
+from ernie5.backbone.rows import pack
 from ernie5.backbone.training.checkpoint import checkpoints, load_model
 from ernie5.backbone.training.packing import pack_steps
 from ernie5.backbone.training.trainer import Trainer, TrainingConfig

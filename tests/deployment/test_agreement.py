@@ -245,7 +245,7 @@ def test_the_gpu_overlay_asks_for_gpus_where_they_serve(manifests: dict[str, lis
         }
 
     assert gpus("cpu") == set()
-    assert gpus("gpu") == {"vision", "trainer", "inference"}
+    assert gpus("gpu") == {"vision"}
 
 
 def test_urls_in_manifests_name_services_that_exist(manifests: dict[str, list[dict[str, Any]]]) -> None:
