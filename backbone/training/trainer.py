@@ -150,6 +150,7 @@ class Trainer:
         self._parameters = list(self.model.parameters())
         self._pool = ThreadPoolExecutor(self.workers, thread_name_prefix="microbatch")
         self.step = 0
+        self._covered_step = -1
         self.position = 0
         self.skipped = 0
         self.checkpoint_wanted = False
@@ -192,7 +193,8 @@ class Trainer:
                 yield report
                 if self.step >= self.training.steps:
                     break
-        self.checkpoint()
+        if self._covered_step != self.step:
+            self.checkpoint()
 
     def time_step(self) -> float:
         """Seconds of one forward and backward pass over a step's rows of text; changes nothing."""
@@ -226,7 +228,7 @@ class Trainer:
             self.tokenizers,
             keep=self.training.keep_checkpoints,
         )
-        self.checkpoint_wanted = False
+        self.checkpoint_wanted, self._covered_step = False, self.step
         if self.on_checkpoint is not None:
             self.on_checkpoint(self.position)
         return path
