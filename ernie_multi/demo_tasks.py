@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 from typing import Any, TypeVar
@@ -120,14 +120,21 @@ class Judges:
         self._model = model
         self.picture = self._train(digit_samples(train, "digit_read"), max(20, round(600 * scale)))
         self.sound = SoundJudge()
-        pictures = [medium_of(s, "image") for s in spread(digit_samples(test, "digit_read"), limit)]
-        sounds = [medium_of(s, "speech") for s in spread(digit_samples(test, "speech_hear"), limit)]
-        digits = [digit_of(s) for s in spread(digit_samples(test, "digit_read"), limit)]
-        spoken = [digit_of(s) for s in spread(digit_samples(test, "speech_hear"), limit)]
-        seen = self.picture.predict(np.stack([picture_array(d) for d in decoded_media(model, pictures)]))
-        heard = self.sound.predict(np.stack([sound_array(d) for d in decoded_media(model, sounds)]))
-        self.picture_accuracy = float(np.mean(seen == digits))
-        self.sound_accuracy = float(np.mean(heard == spoken))
+        pictures = spread(digit_samples(test, "digit_read"), limit)
+        sounds = spread(digit_samples(test, "speech_hear"), limit)
+        self.picture_accuracy = self._accuracy(self.picture, pictures, "image", picture_array)
+        self.sound_accuracy = self._accuracy(self.sound, sounds, "speech", sound_array)
+
+    def _accuracy(
+        self,
+        judge: Judge | SoundJudge,
+        samples: Sequence[Sample],
+        modality: str,
+        array: Callable[[bytes], np.ndarray],
+    ) -> float:
+        media = decoded_media(self._model, [medium_of(sample, modality) for sample in samples])
+        said = judge.predict(np.stack([array(data) for data in media]))
+        return float(np.mean(said == [digit_of(sample) for sample in samples]))
 
     def _train(self, samples: Sequence[Sample], steps: int) -> Judge:
         media = [medium_of(sample, "image") for sample in samples]
