@@ -2,12 +2,52 @@
 
 from __future__ import annotations
 
+import os
+from typing import Literal, overload
+
 import torch
 from torch import Tensor
 
+from ernie5.kernels.flashmask import native
+from ernie5.kernels.flashmask.masks import sliding_window
+from ernie5.kernels.flashmask.paddle import intervals_from_startend
 from ernie5.kernels.flashmask.panels import panel_attention
 from ernie5.kernels.flashmask.plan import MaskPlan
 from ernie5.kernels.flashmask.reference import dense_attention
+
+BACKENDS = ("auto", "native", "triton", "panels", "reference")
+
+
+@overload
+def flashmask_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    startend_row_indices: Tensor | None = ...,
+    *,
+    causal: bool = ...,
+    window_size: int | tuple[int, int] | None = ...,
+    plan: MaskPlan | None = ...,
+    softmax_scale: float | None = ...,
+    return_softmax_lse: Literal[False] = ...,
+    backend: str | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def flashmask_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    startend_row_indices: Tensor | None = ...,
+    *,
+    causal: bool = ...,
+    window_size: int | tuple[int, int] | None = ...,
+    plan: MaskPlan | None = ...,
+    softmax_scale: float | None = ...,
+    return_softmax_lse: Literal[True],
+    backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...
 
 
 def flashmask_attention(
@@ -17,81 +57,201 @@ def flashmask_attention(
     startend_row_indices: Tensor | None = None,
     *,
     causal: bool = False,
+    window_size: int | tuple[int, int] | None = None,
     plan: MaskPlan | None = None,
     softmax_scale: float | None = None,
-    backend: str = "auto",
-) -> Tensor:
+    return_softmax_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attention under a mask given as a plan or in Paddle's column form.
 
     Args:
         query: ``[B, Nq, H, D]``.
-        key, value: ``[B, Nk, Hk, D]`` with H a multiple of Hk (grouped queries).
+        key, value: ``[B, Nk, Hk, D]`` with H a multiple of Hk (grouped queries). Any strides, also views of
+            one tensor.
         startend_row_indices: int32 ``[B, 1 or Hk, Nk, 1 | 2 | 4]``, Paddle's FlashMask form; see
             :func:`intervals_from_startend`.
-        causal: with ``startend_row_indices`` or no mask: hide later keys, aligned at the bottom right.
-        plan: a prepared mask, instead of the two above.
+        causal: with ``startend_row_indices``, a window or no mask: hide later keys, aligned at the bottom
+            right.
+        window_size: keys seen to the left and right of the diagonal, inclusive; instead of
+            ``startend_row_indices``.
+        plan: a prepared mask, instead of the three above.
         softmax_scale: default ``D ** -0.5``.
-        backend: ``auto``, ``panels`` or ``reference``.
+        return_softmax_lse: also return the natural log-sum-exp, float32 ``[B, H, Nq]`` (no gradient flows
+            through it).
+        backend: one of ``BACKENDS``; None takes the environment's ``ERNIE_MULTI_ATTENTION`` or ``auto``:
+            Triton on NVIDIA GPUs, the C++ kernels on CPUs, and what both can't do (float64, a machine
+            without a compiler) by panels in plain torch.
 
     Returns:
-        ``[B, Nq, H, D]``; rows that see no key are 0.
+        ``[B, Nq, H, D]`` in the query's dtype; rows that see no key are 0 and their log-sum-exp is -inf.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that don't fit one another, or an unknown backend.
     """
+    _check(query, key, value)
+    if plan is None:
+        intervals = _mask(startend_row_indices, query, key, causal, window_size)
+        plan = MaskPlan.from_intervals(intervals, query.shape[1])
+    elif startend_row_indices is not None or causal or window_size is not None:
+        raise ValueError(
+            "a plan is the whole mask: give either it, or startend_row_indices, causal and window_size"
+        )
+    _check_plan(plan, query, key)
+    scale = query.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    chosen = choose_backend(query, backend)
+    if chosen == "panels":
+        out, lse = panel_attention(query, key, value, plan, scale)
+    elif chosen == "reference":
+        out, lse = dense_attention(query, key, value, plan, scale)
+    else:
+        out, lse = _attention(query, key, value, plan.intervals, scale, chosen)
+    return (out, lse) if return_softmax_lse else out
+
+
+def _mask(
+    indices: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    causal: bool,
+    window_size: int | tuple[int, int] | None,
+) -> Tensor:
+    rows, columns = query.shape[1], key.shape[1]
+    if window_size is None:
+        return intervals_from_startend(indices, rows, key, causal)
+    if indices is not None:
+        raise ValueError("window_size and startend_row_indices are two masks: give one of them")
+    left, right = (window_size, window_size) if isinstance(window_size, int) else window_size
+    return sliding_window(rows, columns, left, 0 if causal else right).to(key.device)
+
+
+def choose_backend(query: Tensor, backend: str | None = None) -> str:
+    """The backend that attention on tensors like ``query`` takes; see :func:`flashmask_attention`."""
+    wanted = backend or os.environ.get("ERNIE_MULTI_ATTENTION", "auto")
+    if wanted not in BACKENDS:
+        raise ValueError(f"unknown attention backend {wanted!r}; known: {', '.join(BACKENDS)}")
+    if wanted == "native" and not native.supports(query):
+        raise ValueError(
+            f"the native kernels do not take {query.dtype} with D={query.shape[-1]} on {query.device} here; "
+            "they take float32 and bfloat16 on a CPU with D <= 512 and need a C++ compiler or a wheel with them"
+        )
+    if wanted == "triton" and query.device.type != "cuda":
+        raise ValueError(f"the Triton kernels take tensors on an NVIDIA GPU, got {query.device}")
+    if wanted != "auto":
+        return wanted
+    if query.device.type == "cuda" and query.dtype in (torch.float16, torch.bfloat16, torch.float32):
+        return "triton"
+    return "native" if native.supports(query) else "panels"
+
+
+@torch.library.custom_op("ernie5::flashmask_attention", mutates_args=())
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, intervals: Tensor, scale: float, backend: str
+) -> tuple[Tensor, Tensor]:
+    plan = MaskPlan.of(intervals, query.shape[1])
+    if backend == "triton":
+        from ernie5.kernels.flashmask.triton_backend import triton_forward
+
+        return triton_forward(query, key, value, plan, scale)
+    return native.native_forward(query, key, value, plan, scale)
+
+
+@_attention.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, intervals: Tensor, scale: float, backend: str
+) -> tuple[Tensor, Tensor]:
+    batch, rows, heads, _width = query.shape
+    return (
+        torch.empty_like(query, memory_format=torch.contiguous_format),
+        query.new_empty((batch, heads, rows), dtype=torch.float32),
+    )
+
+
+@torch.library.custom_op("ernie5::flashmask_attention_backward", mutates_args=())
+def _attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    intervals: Tensor,
+    scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    plan = MaskPlan.of(intervals, query.shape[1])
+    if backend == "triton":
+        from ernie5.kernels.flashmask.triton_backend import triton_backward
+
+        return triton_backward(grad_out, query, key, value, out, lse, plan, scale)
+    return native.native_backward(grad_out, query, key, value, out, lse, plan, scale)
+
+
+@_attention_backward.register_fake
+def _(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    intervals: Tensor,
+    scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    made = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (query, key, value))
+    return next(made), next(made), next(made)
+
+
+def _remember(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    query, key, value, intervals, scale, backend = inputs
+    out, lse = output
+    ctx.save_for_backward(query, key, value, out, lse, intervals)
+    ctx.mark_non_differentiable(lse)
+    ctx.scale, ctx.backend = scale, backend
+
+
+def _gradients(ctx, grad_out, _grad_lse):  # type: ignore[no-untyped-def]
+    query, key, value, out, lse, intervals = ctx.saved_tensors
+    grads = _attention_backward(grad_out, query, key, value, out, lse, intervals, ctx.scale, ctx.backend)
+    return (*grads, None, None, None)
+
+
+_attention.register_autograd(_gradients, setup_context=_remember)
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 4:
+            raise ValueError(f"{name} must be [B, N, H, D], got {tuple(tensor.shape)}")
+        if tensor.dtype != query.dtype or tensor.device != query.device:
+            raise ValueError(
+                f"{name} is {tensor.dtype} on {tensor.device}, the query {query.dtype} on {query.device}; "
+                "all three must agree"
+            )
+    if not query.is_floating_point():
+        raise ValueError(f"attention takes floating-point tensors, got {query.dtype}")
+    if key.shape != value.shape:
+        raise ValueError(f"key {tuple(key.shape)} and value {tuple(value.shape)} differ in shape")
+    if query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
+        raise ValueError(f"query {tuple(query.shape)} and key {tuple(key.shape)} differ in B or D")
+    if 0 in query.shape or 0 in key.shape:
+        raise ValueError(f"nothing to attend: query {tuple(query.shape)}, key {tuple(key.shape)}")
     if query.shape[2] % key.shape[2]:
         raise ValueError(f"{query.shape[2]} query heads are not a multiple of {key.shape[2]} key heads")
-    if plan is None:
-        plan = MaskPlan.from_intervals(
-            intervals_from_startend(startend_row_indices, query.shape[1], key, causal), query.shape[1]
-        )
-    elif startend_row_indices is not None or causal:
-        raise ValueError("a plan is the whole mask: give either it, or startend_row_indices and causal")
-    if plan.rows != query.shape[1] or plan.intervals.shape[2] != key.shape[1]:
+
+
+def _check_plan(plan: MaskPlan, query: Tensor, key: Tensor) -> None:
+    batch, heads, columns = plan.intervals.shape[:3]
+    if plan.rows != query.shape[1] or columns != key.shape[1]:
         raise ValueError(
-            f"the plan is for {plan.rows} rows and {plan.intervals.shape[2]} columns, the query has "
+            f"the plan is for {plan.rows} rows and {columns} columns, the query has "
             f"{query.shape[1]} rows and the key {key.shape[1]} columns"
         )
-    if backend == "auto":
-        backend = "panels" if plan.intervals.shape[1] == 1 else "reference"
-    if backend == "panels":
-        return panel_attention(query, key, value, plan, softmax_scale)
-    if backend == "reference":
-        return dense_attention(query, key, value, plan, softmax_scale)
-    raise ValueError(f"unknown backend {backend!r}; known: auto, panels, reference")
-
-
-def intervals_from_startend(indices: Tensor | None, rows: int, key: Tensor, causal: bool) -> Tensor:
-    """Masked row intervals ``[B, M, Nk, K, 2]`` of Paddle's ``startend_row_indices``.
-
-    Per key column j the masked rows are: causal with 1 bound, rows >= s0; causal with 2, s0 <= row < s1;
-    not causal with 2, row >= s0 or row < s1; not causal with 4, s0 <= row < s1 or s2 <= row < s3. Causal
-    adds rows < j - (Nk - Nq).
-    """
-    columns, device = key.shape[1], key.device
-    full = torch.full((), rows, dtype=torch.int32, device=device)
-    zero = torch.zeros((), dtype=torch.int32, device=device)
-    pairs: list[tuple[Tensor, Tensor]] = []
-    shape = (key.shape[0], 1, columns) if indices is None else tuple(indices.shape[:3])
-    if causal:
-        diagonal = torch.arange(columns, dtype=torch.int32, device=device) - (columns - rows)
-        pairs.append((zero, diagonal.clamp(0, rows)))
-    if indices is not None:
-        if indices.dtype != torch.int32:
-            raise ValueError(f"startend_row_indices must be int32, got {indices.dtype}")
-        bounds = indices.unbind(-1)
-        match (causal, len(bounds)):
-            case (True, 1):
-                pairs.append((bounds[0], full))
-            case (True, 2):
-                pairs.append((bounds[0], bounds[1]))
-            case (False, 2):
-                pairs += [(zero, bounds[1]), (bounds[0], full)]
-            case (False, 4):
-                pairs += [(bounds[0], bounds[1]), (bounds[2], bounds[3])]
-            case _:
-                raise ValueError(
-                    f"{len(bounds)} bounds with causal={causal} are not defined; causal takes 1 or 2, "
-                    "otherwise 2 or 4"
-                )
-    if not pairs:
-        pairs.append((zero, zero))
-    stacked = [torch.stack((s.expand(shape), torch.maximum(s, e).expand(shape)), -1) for s, e in pairs]
-    return torch.stack(stacked, -2).int()
+    if batch not in (1, query.shape[0]) or heads not in (1, key.shape[2]):
+        raise ValueError(
+            f"the plan is for {batch} batch entries and {heads} mask heads; with {query.shape[0]} "
+            f"entries and {key.shape[2]} key heads they must be 1 or as many"
+        )
+    if plan.intervals.device != query.device:
+        raise ValueError(f"the plan is on {plan.intervals.device}, the query on {query.device}")

@@ -1,128 +1,232 @@
-"""The portable backend: panels of 64 query rows, each against the hull of the columns it sees.
+"""The portable backend: panels of 64 query rows, each against the tiles of columns that it sees.
 
-Panels whose hulls are equally wide (rounded to 64 columns) run as one batched
-``scaled_dot_product_attention``. Packed rows of short documents have hulls of a few hundred columns, so the
-cost grows with the visible area and not with N^2. Masks of buckets are kept in the plan while they are
-small, so all layers share them.
+Panels that see equally many tiles run as one batched product, so packed rows of short documents take a few
+large operations and the cost grows with the visible area. As in FlashAttention (Dao et al., arXiv 2205.14135)
+only the log-sum-exp is kept, and the backward pass computes the weights again. Everything is float32, or
+float64 for float64 inputs. Masks of partly visible panels are kept in the plan while they are small.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.autograd.function import once_differentiable
 
 from ernie5.kernels.flashmask.plan import BLOCK, MaskPlan
 
-_KEEP_MASK_BELOW = 64 << 20  # elements of all bucket masks of one plan
+_SCORES = 1 << 20  # scores computed at once: a few MiB, which stay in a cache
+_KEEP_MASK_BELOW = 64 << 20  # elements of all panels' masks in one plan
 
 
-@dataclass(frozen=True)
-class _Bucket:
-    """Panels of one hull width: flat query rows ``[P, 64]``, flat key rows ``[P, W]``, bounds ``[P]``."""
+@dataclass(frozen=True, eq=False)
+class _Panels:
+    """P panels of R rows that see W columns.
 
-    query_rows: Tensor
-    key_rows: Tensor
-    batch: Tensor
-    first_row: Tensor
-    first_column: Tensor
+    Attributes:
+        rows: int64 ``[P, R]`` into ``[B * M * Nq]``.
+        columns: int64 ``[P, W]`` into ``[B * M * Nk]``.
+        hidden: bool ``[P, 1, R, W]``; None where all is visible.
+    """
+
+    rows: Tensor
+    columns: Tensor
+    hidden: Tensor | None
 
 
 def panel_attention(
     query: Tensor, key: Tensor, value: Tensor, plan: MaskPlan, softmax_scale: float | None = None
-) -> Tensor:
-    """Attention under ``plan``; ``[B, Nq, H, D]`` queries, ``[B, Nk, Hk, D]`` keys and values.
+) -> tuple[Tensor, Tensor]:
+    """Attention under ``plan``, differentiable once.
 
-    Rows that see nothing give 0. One mask head only (all heads share the mask).
+    Args:
+        query: ``[B, Nq, H, D]``.
+        key: ``[B, Nk, Hk, D]``, H a multiple of Hk.
+        value: ``[B, Nk, Hk, Dv]``.
+        plan: for B rows or for one that all share; 1 or Hk mask heads.
+        softmax_scale: default ``D ** -0.5``.
+
+    Returns:
+        ``[B, Nq, H, Dv]`` in the inputs' dtype, 0 for rows that see nothing, and the log-sum-exp of the
+        scaled scores, float32 ``[B, H, Nq]``, -inf for those rows.
     """
-    batch, rows, heads, width = query.shape
-    columns, key_heads = key.shape[1], key.shape[2]
-    if plan.intervals.shape[1] != 1:
-        raise NotImplementedError("the panel backend takes masks that all heads share")
-    buckets = plan._cache.get("buckets")
-    if buckets is None:
-        buckets = plan._cache["buckets"] = _buckets(plan, columns)
-    flat_query = query.reshape(batch * rows, heads, width)
-    flat_key = key.reshape(batch * columns, key_heads, width)
-    flat_value = value.reshape(batch * columns, key_heads, width)
-    groups = heads // key_heads
-    pieces, places = [], []
-    for index, bucket in enumerate(buckets):
-        visible, seen = _bucket_mask(plan, index, bucket, columns)
-        q = flat_query.index_select(0, bucket.query_rows.flatten())
-        k = flat_key.index_select(0, bucket.key_rows.flatten())
-        v = flat_value.index_select(0, bucket.key_rows.flatten())
-        panels, hull = bucket.key_rows.shape
-        q = q.view(panels, BLOCK, heads, width).transpose(1, 2)
-        k = k.view(panels, hull, key_heads, width).transpose(1, 2)
-        v = v.view(panels, hull, key_heads, width).transpose(1, 2)
-        if groups > 1:
-            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=softmax_scale)
-        out = out * seen.to(out.dtype) if not bool(seen.all()) else out
-        pieces.append(out.transpose(1, 2).reshape(panels * BLOCK, heads, width))
-        places.append(bucket.query_rows.flatten())
-    if len(pieces) == 1 and rows % BLOCK == 0:
-        return pieces[0].view(batch, rows, heads, width)
-    order = plan._cache.get("order")
-    if order is None:
-        # Where each query row lies in the concatenated panels; padded rows of a last panel are left out.
-        place = torch.cat(places)
-        valid = torch.cat([(b.first_row[:, None] + torch.arange(BLOCK) < rows).flatten() for b in buckets])
-        order = torch.empty(batch * rows, dtype=torch.long)
-        order[place[valid]] = torch.arange(len(place))[valid]
-        plan._cache["order"] = order
-    return torch.cat(pieces).index_select(0, order).view(batch, rows, heads, width)
+    scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    out, lse = _PanelAttention.apply(query, key, value, plan.expanded(query.shape[0]), scale)
+    return out, lse.float()
 
 
-def _buckets(plan: MaskPlan, columns: int) -> list[_Bucket]:
-    tiles = plan.tiles[:, 0]
-    blocks = tiles.shape[-1]
-    index = torch.arange(blocks)
-    low = torch.where(tiles, index, blocks).amin(-1)
-    high = torch.where(tiles, index + 1, 0).amax(-1)
-    empty = high <= low
-    low, high = torch.where(empty, 0, low), torch.where(empty, 1, high)
-    span = high - low
-    out = []
-    for width in span.unique().tolist():
-        b, panel = (span == width).nonzero(as_tuple=True)
-        first_row, first_column = panel * BLOCK, low[b, panel] * BLOCK
-        query_rows = (first_row[:, None] + torch.arange(BLOCK)).clamp(max=plan.rows - 1)
-        key_rows = (first_column[:, None] + torch.arange(width * BLOCK)).clamp(max=columns - 1)
-        out.append(
-            _Bucket(
-                query_rows + b[:, None] * plan.rows,
-                key_rows + b[:, None] * columns,
-                b,
-                first_row,
-                first_column,
-            )
+class _PanelAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: MaskPlan, scale: float) -> Any:
+        key_heads = key.shape[2]
+        q, k, v = _flat(query, plan, key_heads), _flat(key, plan, key_heads), _flat(value, plan, key_heads)
+        out = q.new_zeros(*q.shape[:3], v.shape[-1])
+        lse = q.new_full(q.shape[:3], float("-inf"))
+        for panels in _panels(plan, q.shape[1] * q.shape[2]):
+            scores = _scores(q, k, panels, scale)
+            highest = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).min)
+            weights = scores.sub_(highest).exp_()
+            total = weights.sum(-1, keepdim=True)
+            # A row that sees nothing has weights of 0: 0 / 1 gives its output.
+            seen = weights @ _taken(v, panels.columns) / total.masked_fill(total == 0, 1.0)
+            _put(out, panels.rows, seen)
+            _put(lse.unsqueeze(-1), panels.rows, highest + total.log())
+        out, lse = _unflat(out, plan), _unflat(lse.unsqueeze(-1), plan).squeeze(-1)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.plan, ctx.scale = plan, scale
+        return out.to(query.dtype), lse.transpose(1, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> Any:
+        query, key, value, out, lse = ctx.saved_tensors
+        plan, scale, key_heads = ctx.plan, ctx.scale, key.shape[2]
+        q, k, v = _flat(query, plan, key_heads), _flat(key, plan, key_heads), _flat(value, plan, key_heads)
+        grad = _flat(grad_out, plan, key_heads)
+        # dS = P * (dO V^T - delta) with delta = rowsum(dO * O), less what comes through the log-sum-exp.
+        delta = (grad_out.to(out.dtype) * out).sum(-1) - grad_lse.to(out.dtype).transpose(1, 2)
+        delta = _flat(delta.unsqueeze(-1), plan, key_heads)
+        # exp(-inf - 0) = 0 gives the weights of rows that see nothing.
+        lse = _flat(lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1), plan, key_heads)
+        grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for panels in _panels(plan, q.shape[1] * q.shape[2]):
+            weights = _scores(q, k, panels, scale).sub_(_taken(lse, panels.rows)).exp_()
+            out_rows = _taken(grad, panels.rows)
+            _add(grad_v, panels.columns, weights.transpose(-1, -2) @ out_rows)
+            scores = out_rows @ _taken(v, panels.columns).transpose(-1, -2)
+            scores = scores.sub_(_taken(delta, panels.rows)).mul_(weights).mul_(scale)
+            _put(grad_q, panels.rows, scores @ _taken(k, panels.columns))
+            _add(grad_k, panels.columns, scores.transpose(-1, -2) @ _taken(q, panels.rows))
+        grads = (_unflat(grad_q, plan), _unflat(grad_k, plan), _unflat(grad_v, plan))
+        return *(grad.to(query.dtype) for grad in grads), None, None
+
+
+def _scores(q: Tensor, k: Tensor, panels: _Panels, scale: float) -> Tensor:
+    """Scaled and masked, ``[P, heads, groups * R, W]``."""
+    scores = _taken(q, panels.rows).mul_(scale) @ _taken(k, panels.columns).transpose(-1, -2)
+    if panels.hidden is not None:
+        scores.unflatten(2, (-1, panels.rows.shape[1])).masked_fill_(
+            panels.hidden.unsqueeze(1), float("-inf")
         )
-    return out
+    return scores
 
 
-def _bucket_mask(plan: MaskPlan, index: int, bucket: _Bucket, columns: int) -> tuple[Tensor, Tensor]:
-    """Visibility ``[P, 1, 64, W]`` (rows that see nothing see all, to keep softmax finite) and whether a
-    row sees anything, ``[P, 1, 64, 1]``."""
-    name = f"mask{index}"
-    if name in plan._cache:
-        return plan._cache[name]
-    panels, hull = bucket.key_rows.shape
-    start, end = plan.intervals[:, 0].flatten(0, 1)[bucket.key_rows.flatten()].unbind(-1)
-    start, end = start.view(panels, 1, hull, -1), end.view(panels, 1, hull, -1)
-    row = (bucket.first_row[:, None] + torch.arange(BLOCK))[:, :, None].int()
-    visible = (bucket.first_column[:, None] + torch.arange(hull) < columns)[:, None, :].expand(-1, BLOCK, -1)
-    visible = visible.clone()
-    for k in range(start.shape[-1]):
-        visible &= (row < start[..., k]) | (row >= end[..., k])
-    seen = visible.any(-1, keepdim=True)
-    visible |= ~seen
-    result = (visible[:, None], seen[:, None])
-    kept = plan._cache.get("kept", 0) + visible.numel()
-    if kept <= _KEEP_MASK_BELOW:
-        plan._cache["kept"] = kept
-        plan._cache[name] = result
-    return result
+@dataclass(frozen=True, eq=False)
+class _Bucket:
+    """Panels of equal shape.
+
+    Attributes:
+        strip: int64 ``[P]`` into ``[B * M * row strips]``.
+        height: rows of each panel, R.
+        tiles: int64 ``[P, n]``, column tiles.
+        partial: whether the mask must be looked at.
+        hidden: bool ``[P, 1, R, n * 64]``, if it is kept.
+    """
+
+    strip: Tensor
+    height: int
+    tiles: Tensor
+    partial: bool
+    hidden: Tensor | None = None
+
+
+def _panels(plan: MaskPlan, heads: int) -> Iterator[_Panels]:
+    """All panels that see something, as many at a time as have ``_SCORES`` scores in ``heads`` heads."""
+    for bucket in plan.prepared("panels", lambda: _buckets(plan)):
+        step = max(1, _SCORES // (heads * bucket.height * bucket.tiles.shape[1] * BLOCK))
+        for begin in range(0, len(bucket.strip), step):
+            part = slice(begin, begin + step)
+            mask, row, column = _places(plan, bucket, part)
+            hidden = None
+            if bucket.partial:
+                hidden = _hidden(plan, mask, row, column) if bucket.hidden is None else bucket.hidden[part]
+            column = column.clamp(max=plan.columns - 1)
+            yield _Panels(mask * plan.rows + row, mask * plan.columns + column, hidden)
+
+
+def _buckets(plan: MaskPlan) -> list[_Bucket]:
+    listed = plan.row_tiles(BLOCK, BLOCK)
+    offsets, strips = listed.offsets.long(), listed.strips
+    count = offsets.diff()
+    strip = torch.arange(len(count), device=count.device)
+    height = torch.where(strip % strips == strips - 1, plan.rows - (strips - 1) * BLOCK, BLOCK)
+    # A panel needs its mask for a partial tile, and for a last one that is cut off by Nk.
+    cut = plan.columns % BLOCK > 0
+    marked = (listed.entries & 1) > 0
+    if cut:
+        marked = marked | (listed.entries >> 1 == plan.columns // BLOCK)
+    partial = torch.zeros_like(count).index_add_(0, strip.repeat_interleave(count), marked.long()) > 0
+    kind = torch.stack((count, height, partial.long()), -1)
+    kinds, which = kind.unique(dim=0, return_inverse=True)
+    members = which.argsort(stable=True).split(which.bincount(minlength=len(kinds)).tolist())
+    buckets = [
+        _Bucket(
+            strip=chosen,
+            height=rows,
+            tiles=(
+                listed.entries[offsets[chosen, None] + torch.arange(tiles, device=chosen.device)] >> 1
+            ).long(),
+            partial=bool(masked),
+        )
+        for (tiles, rows, masked), chosen in zip(kinds.tolist(), members)
+        if tiles
+    ]
+    masks = sum(len(b.strip) * b.height * b.tiles.shape[1] * BLOCK for b in buckets if b.partial)
+    if masks > _KEEP_MASK_BELOW:
+        return buckets
+    everything = slice(None)
+    return [
+        replace(b, hidden=_hidden(plan, *_places(plan, b, everything))) if b.partial else b for b in buckets
+    ]
+
+
+def _places(plan: MaskPlan, bucket: _Bucket, part: slice) -> tuple[Tensor, Tensor, Tensor]:
+    """Of some panels: mask (b, m) ``[P, 1]``, rows ``[P, R]``, columns ``[P, W]`` (some perhaps beyond Nk)."""
+    strip, tiles = bucket.strip[part, None], bucket.tiles[part, :, None]
+    strips = -(-plan.rows // BLOCK)
+    cell = torch.arange(BLOCK, device=strip.device)
+    return strip // strips, strip % strips * BLOCK + cell[: bucket.height], (tiles * BLOCK + cell).flatten(1)
+
+
+def _hidden(plan: MaskPlan, mask: Tensor, row: Tensor, column: Tensor) -> Tensor:
+    """Which columns rows don't see, bool ``[P, 1, R, W]``."""
+    bounds = plan.intervals.flatten(0, 1)[mask, column.clamp(max=plan.columns - 1)]  # [P, W, K, 2]
+    row = row[:, :, None].int()
+    hidden = (column >= plan.columns)[:, None].expand(-1, row.shape[1], -1)
+    for low, high in zip(*(bound.unbind(-1) for bound in bounds.unsqueeze(1).unbind(-1))):
+        hidden = hidden | ((row >= low) & (row < high))
+    return hidden.unsqueeze(1)
+
+
+def _flat(tensor: Tensor, plan: MaskPlan, key_heads: int) -> Tensor:
+    """``[B, N, H, D]`` as ``[B * M * N, key heads of a mask, groups, D]`` in the computing dtype."""
+    split = tensor.unflatten(2, (plan.heads, key_heads // plan.heads, -1)).transpose(1, 2)
+    return split.to(torch.promote_types(tensor.dtype, torch.float32)).flatten(0, 2)
+
+
+def _unflat(tensor: Tensor, plan: MaskPlan) -> Tensor:
+    """The inverse of :func:`_flat`, ``[B, N, H, D]``."""
+    return tensor.flatten(1, 2).unflatten(0, (plan.batch, plan.heads, -1)).transpose(1, 2).flatten(2, 3)
+
+
+def _taken(tensor: Tensor, index: Tensor) -> Tensor:
+    """Rows ``[P, R]`` of a flat tensor as ``[P, heads, groups * R, D]``, a copy."""
+    rows = tensor.index_select(0, index.flatten()).unflatten(0, index.shape)
+    return rows.permute(0, 2, 3, 1, 4).flatten(2, 3)
+
+
+def _put(tensor: Tensor, index: Tensor, values: Tensor) -> None:
+    tensor.index_copy_(0, index.flatten(), _rows(tensor, index, values))
+
+
+def _add(tensor: Tensor, index: Tensor, values: Tensor) -> None:
+    tensor.index_add_(0, index.flatten(), _rows(tensor, index, values))
+
+
+def _rows(tensor: Tensor, index: Tensor, values: Tensor) -> Tensor:
+    """The inverse of :func:`_taken`: ``[P * R, heads, groups, D]``."""
+    split = values.unflatten(2, (tensor.shape[2], index.shape[1]))
+    return split.permute(0, 3, 1, 2, 4).flatten(0, 1)

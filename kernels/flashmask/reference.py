@@ -10,17 +10,33 @@ from ernie5.kernels.flashmask.plan import MaskPlan
 
 def dense_attention(
     query: Tensor, key: Tensor, value: Tensor, plan: MaskPlan, softmax_scale: float | None = None
-) -> Tensor:
-    """Attention by definition, in the inputs' dtype. ``[B, S, H, D]`` in and out; O(N^2) memory."""
+) -> tuple[Tensor, Tensor]:
+    """Attention by definition; O(Nq * Nk) memory.
+
+    Computed in float64 for float64 inputs and in float32 for all others; autograd goes through both results.
+
+    Args:
+        query: ``[B, Nq, H, D]``.
+        key, value: ``[B, Nk, Hk, D]``, H a multiple of Hk.
+        plan: for B rows or for one that all share; 1 or Hk mask heads.
+        softmax_scale: default ``D ** -0.5``.
+
+    Returns:
+        ``[B, Nq, H, D]`` in the inputs' dtype, 0 for rows that see nothing, and the log-sum-exp of the
+        scaled scores, float32 ``[B, H, Nq]``, -inf for those rows.
+    """
     scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     groups = query.shape[2] // key.shape[2]
-    q = query.transpose(1, 2)
-    k = key.transpose(1, 2).repeat_interleave(groups, 1)
-    v = value.transpose(1, 2).repeat_interleave(groups, 1)
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    q, k, v = (t.transpose(1, 2).to(dtype) for t in (query, key, value))
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     visible = plan.dense()
-    if visible.shape[1] > 1:
+    if plan.heads > 1:
         visible = visible.repeat_interleave(groups, 1)
-    scores = (q @ k.transpose(-1, -2) * scale).masked_fill(~visible, float("-inf"))
     seen = visible.any(-1, keepdim=True)
-    weights = torch.softmax(scores.masked_fill(~seen, 0.0), -1).masked_fill(~seen, 0.0)
-    return (weights @ v).transpose(1, 2)
+    scores = q @ k.transpose(-1, -2) * scale
+    # Rows that see nothing keep their scores, so that softmax and its gradient stay finite; 0 comes after.
+    scores = scores.masked_fill(~visible & seen, float("-inf"))
+    out = torch.softmax(scores, -1).masked_fill(~seen, 0.0) @ v
+    lse = scores.logsumexp(-1).masked_fill(~seen[..., 0], float("-inf"))
+    return out.transpose(1, 2).to(query.dtype), lse.float()

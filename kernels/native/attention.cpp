@@ -1,0 +1,491 @@
+// FlashMask attention on CPUs (Wang et al., arXiv 2410.01359): online softmax over the tiles that a plan lists
+// as seen, forward and backward. Plain C interface; errors are return codes, so nothing is thrown across it.
+//
+// Letters as in plan.py: B rows of the batch, H query heads, Hk key heads, M mask heads, Nq, Nk, D.
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdlib>
+#include <limits>
+#include <memory>
+#include <new>
+#include <thread>
+#include <type_traits>
+#include <vector>
+
+#include "gemm.h"
+
+extern "C" {
+struct Strided {  // a [B, N, H, D] tensor whose last dimension is contiguous; strides in elements
+  void* data;
+  int64_t batch, row, head;
+};
+
+struct Attention {
+  int64_t batch, heads, key_heads, rows, columns, width;
+  int64_t bfloat16;  // element type of the tensors: 0 float32, 1 bfloat16
+  int64_t threads;
+  double scale;
+  Strided query, key, value, out;  // in the backward pass ``out`` is the forward's result
+  float* lse;                      // [B, H, Nq], natural logarithm; -inf where a row sees nothing
+  // The mask: B or 1 batch entries, H-fold shared by key heads or one for all.
+  int64_t mask_batch, mask_heads, intervals, padded_columns, row_block, column_block;
+  const int32_t* bounds;   // [masks, K, 2, padded_columns]
+  const int32_t* touched;  // [masks, column blocks, K, 2]: first and last masked row over the block
+  const int32_t* offsets;  // tile lists: by row strips forward, by column strips backward
+  const int32_t* entries;
+  // backward only
+  Strided grad_out, grad_query, grad_key, grad_value;
+  int64_t chunks;  // parts that the columns of one key head are cut into
+};
+}
+
+namespace {
+
+constexpr float LOG2E = 1.44269504088896341f;
+constexpr float INFINITE = std::numeric_limits<float>::infinity();
+constexpr int GROUP = 8;  // tiles between two updates of the running maximum
+constexpr int MOST_SEGMENTS = 64;
+
+template <class T>
+struct Buffer {  // cache-line aligned scratch memory
+  T* data = nullptr;
+  explicit Buffer(size_t count) {
+    size_t bytes = (count * sizeof(T) + 127) / 64 * 64;
+    data = static_cast<T*>(std::aligned_alloc(64, bytes));
+    if (!data) throw std::bad_alloc();
+  }
+  ~Buffer() { std::free(data); }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+};
+
+// Calls make() once a thread and the result with every task number; the first failure ends all.
+template <class Make>
+int parallel(int64_t tasks, int64_t threads, Make make) {
+  std::atomic<int64_t> next{0};
+  std::atomic<int> failure{0};
+  auto loop = [&]() {
+    try {
+      auto work = make();
+      for (int64_t task; !failure && (task = next++) < tasks;) work(task);
+    } catch (const std::bad_alloc&) {
+      failure = 1;
+    } catch (...) {
+      failure = 2;
+    }
+  };
+  std::vector<std::thread> others;
+  try {
+    for (int64_t i = 1; i < threads && i < tasks; i++) others.emplace_back(loop);
+  } catch (...) {  // no more threads to be had: those that started do the work
+  }
+  loop();
+  for (auto& other : others) other.join();
+  return failure;
+}
+
+template <class T>
+const T* at(const Strided& x, int64_t b, int64_t n, int64_t h) {
+  return static_cast<const T*>(x.data) + b * x.batch + n * x.row + h * x.head;
+}
+template <class T>
+T* at_mutable(const Strided& x, int64_t b, int64_t n, int64_t h) {
+  return static_cast<T*>(x.data) + b * x.batch + n * x.row + h * x.head;
+}
+
+struct Mask {
+  const Attention& a;
+  int64_t index;  // which mask
+
+  Mask(const Attention& a, int64_t b, int64_t key_head)
+      : a(a), index((a.mask_batch == 1 ? 0 : b) * a.mask_heads + (a.mask_heads == 1 ? 0 : key_head)) {}
+
+  // Hides the masked elements of a tile: calls hide(row, interval bounds) for rows and intervals that matter.
+  template <class Hide>
+  void each(int64_t block, int first_row, int rows, Hide hide) const {
+    const int64_t blocks = a.padded_columns / a.column_block;
+    const int32_t* touched = a.touched + (index * blocks + block) * a.intervals * 2;
+    for (int64_t k = 0; k < a.intervals; k++) {
+      if (touched[2 * k] >= first_row + rows || touched[2 * k + 1] <= first_row) continue;
+      const int32_t* start = a.bounds + ((index * a.intervals + k) * 2) * a.padded_columns + block * a.column_block;
+      hide(start, start + a.padded_columns);
+    }
+  }
+};
+
+// --- packing ---------------------------------------------------------------------------------------------
+
+// [n x D] rows as the transposed operand: panel by panel of PANEL rows, D steps each; zeros beyond n and D.
+template <class T>
+void pack_transposed(float* to, const T* from, int64_t row, int n, int block, int width, int padded) {
+  for (int first = 0; first < block; first += PANEL) {
+    float* panel = to + (ptrdiff_t)first * padded;
+    int here = n - first < PANEL ? (n > first ? n - first : 0) : PANEL;
+    const T* source = from + first * row;
+    if (here == PANEL)
+      for (int d = 0; d < width; d++)
+        for (int j = 0; j < PANEL; j++) panel[d * PANEL + j] = to_float(source[j * row + d]);
+    else
+      for (int d = 0; d < width; d++)
+        for (int j = 0; j < PANEL; j++) panel[d * PANEL + j] = j < here ? to_float(source[j * row + d]) : 0.0f;
+    std::fill(panel + width * PANEL, panel + padded * PANEL, 0.0f);
+  }
+}
+template <class T>
+void pack_transposed(uint32_t* to, const T* from, int64_t row, int n, int block, int width, int padded) {
+  static_assert(sizeof(T) == 2, "pairs are made of bfloat16");
+  const int steps = padded / 2;
+  for (int first = 0; first < block; first += PANEL) {
+    uint32_t* panel = to + (ptrdiff_t)first * steps;
+    for (int j = 0; j < PANEL; j++) {
+      const bool real = first + j < n;
+      const T* source = from + (first + j) * row;
+      for (int s = 0; s < steps; s++) {
+        uint32_t low = real && 2 * s < width ? source[2 * s].bits : 0;
+        uint32_t high = real && 2 * s + 1 < width ? source[2 * s + 1].bits : 0;
+        panel[s * PANEL + j] = low | high << 16;
+      }
+    }
+  }
+}
+
+// [n x D] rows as they lie, cut into panels of PANEL columns with `block` rows each; zeros beyond n and D.
+template <class T>
+void pack_panels(float* to, const T* from, int64_t row, int n, int block, int width, int padded) {
+  for (int first = 0; first < padded; first += PANEL) {
+    float* panel = to + (ptrdiff_t)first * block;
+    const int here = width - first < PANEL ? width - first : PANEL;
+    for (int j = 0; j < block; j++, panel += PANEL) {
+      const T* source = from + j * row + first;
+      int d = 0;
+      if (j < n)
+        for (; d < here; d++) panel[d] = to_float(source[d]);
+      for (; d < PANEL; d++) panel[d] = 0;
+    }
+  }
+}
+template <class T>
+void pack_panels(uint32_t* to, const T* from, int64_t row, int n, int block, int width, int padded) {
+  for (int first = 0; first < padded; first += PANEL) {
+    uint32_t* panel = to + (ptrdiff_t)first * (block / 2);
+    for (int j = 0; j < block; j += 2, panel += PANEL)
+      for (int d = 0; d < PANEL; d++) {
+        const bool real = first + d < width;
+        uint32_t low = real && j < n ? from[j * row + first + d].bits : 0;
+        uint32_t high = real && j + 1 < n ? from[(j + 1) * row + first + d].bits : 0;
+        panel[d] = low | high << 16;
+      }
+  }
+}
+
+// A tile of queries row by row, as the left operand.
+template <class T>
+void copy_rows(float* to, const T* from, int64_t row, int n, int width, int padded, bool negate) {
+  for (int r = 0; r < n; r++) {
+    for (int d = 0; d < width; d++) to[r * padded + d] = negate ? -to_float(from[r * row + d]) : to_float(from[r * row + d]);
+    for (int d = width; d < padded; d++) to[r * padded + d] = 0;
+  }
+}
+template <class T>
+void copy_rows(uint32_t* to, const T* from, int64_t row, int n, int width, int padded, bool negate) {
+  uint16_t* halves = reinterpret_cast<uint16_t*>(to);
+  for (int r = 0; r < n; r++)
+    for (int d = 0; d < padded; d++)
+      halves[r * padded + d] = d < width ? from[r * row + d].bits ^ (negate ? 0x8000 : 0) : 0;
+}
+
+// --- forward ---------------------------------------------------------------------------------------------
+
+// Weights of one row in place: scores become 2**(score * scale - new maximum). Returns their sum.
+INLINE float exponentials(float* s, int columns, float scale, float maximum) {
+  const Vector factor = broadcast(scale), shift = broadcast(maximum);
+  Vector total{}, second{};
+  for (int j = 0; j < columns; j += 2 * LANES) {
+    Vector x = exp2_negative(load(s + j) * factor - shift);
+    Vector y = exp2_negative(load(s + j + LANES) * factor - shift);
+    store(s + j, x);
+    store(s + j + LANES, y);
+    total += x;
+    second += y;
+  }
+  return sum_of(total + second);
+}
+
+INLINE float largest(const float* s, int columns) {
+  Vector best = load(s), second = load(s + LANES);
+  for (int j = 2 * LANES; j < columns; j += 2 * LANES) {
+    best = maximum(best, load(s + j));
+    second = maximum(second, load(s + j + LANES));
+  }
+  return maximum_of(maximum(best, second));
+}
+
+INLINE void hide_row(float* s, int columns, int row, const int32_t* start, const int32_t* end, float value) {
+  const Integers here = broadcast((int32_t)row);
+  const Vector hidden = broadcast(value);
+  for (int j = 0; j < columns; j += LANES)
+    store(s + j, (load(start + j) <= here) & (here < load(end + j)) ? hidden : load(s + j));
+}
+
+// Weights as the left operand of their product with the values.
+INLINE float* as_left(float* weights, float*, int, int) { return weights; }
+INLINE uint32_t* as_left(const float* weights, uint32_t* to, int rows, int stride) {
+  uint16_t* halves = reinterpret_cast<uint16_t*>(to);
+  for (int i = 0; i < rows * stride; i++) halves[i] = to_bf16(weights[i]);
+  return to;
+}
+
+template <class T, class Kind>
+int forward(const Attention& a) {
+  using Unit = typename Kind::Unit;
+  constexpr int PER_UNIT = std::is_same<Unit, uint32_t>::value ? 2 : 1;
+  const int width = (int)a.width, padded = round_up(width, PANEL), steps = padded / PER_UNIT;
+  const int row_block = (int)a.row_block, column_block = (int)a.column_block, group = GROUP * column_block;
+  const int64_t blocks = a.padded_columns / column_block, strips = (a.rows + row_block - 1) / row_block;
+  const int64_t tile = (int64_t)column_block * steps;  // units of one packed tile of keys or values
+  const int64_t per_head = blocks * tile, sharing = a.heads / a.key_heads;
+  Buffer<Unit> keys(a.batch * a.key_heads * per_head), values(a.batch * a.key_heads * per_head);
+  int failure = parallel(a.batch * a.key_heads * blocks, a.threads, [&] {
+    return [&](int64_t task) {
+      const int64_t block = task % blocks, head = task / blocks % a.key_heads, b = task / blocks / a.key_heads;
+      const int64_t first = block * column_block;
+      const int n = (int)std::min<int64_t>(column_block, a.columns - first);
+      pack_transposed(keys.data + task * tile, at<T>(a.key, b, first, head), a.key.row, n, column_block, width, padded);
+      pack_panels(values.data + task * tile, at<T>(a.value, b, first, head), a.value.row, n, column_block, width, padded);
+    };
+  });
+  if (failure) return failure;
+  const bool negate = a.scale < 0;
+  const float scale = (float)std::fabs(a.scale) * LOG2E;
+
+  return parallel(a.batch * a.heads * strips, a.threads, [&] {
+    auto left = std::make_shared<Buffer<Unit>>((size_t)row_block * steps);
+    auto scores = std::make_shared<Buffer<float>>((size_t)row_block * group);
+    auto weights = std::make_shared<Buffer<Unit>>(PER_UNIT == 2 ? (size_t)row_block * group / 2 : 1);
+    auto sums = std::make_shared<Buffer<float>>((size_t)row_block * (padded + 2));
+    return [&, left, scores, weights, sums](int64_t task) {
+      const int64_t strip = task % strips, h = task / strips % a.heads, b = task / strips / a.heads;
+      const int64_t key_head = h / sharing;
+      const Mask mask(a, b, key_head);
+      const int first_row = (int)strip * row_block, rows = (int)std::min<int64_t>(row_block, a.rows - first_row);
+      const Unit* packed_keys = keys.data + (b * a.key_heads + key_head) * per_head;
+      const Unit* packed_values = values.data + (b * a.key_heads + key_head) * per_head;
+      float *s = scores->data, *sum = sums->data, *maxima = sum + row_block * padded, *totals = maxima + row_block;
+      copy_rows(left->data, at<T>(a.query, b, first_row, h), a.query.row, rows, width, padded, negate);
+      std::fill(sum, sum + (size_t)rows * padded, 0.0f);
+      std::fill(maxima, maxima + rows, -INFINITE);
+      std::fill(totals, totals + rows, 0.0f);
+      const int32_t* entry = a.entries + a.offsets[mask.index * strips + strip];
+      const int32_t* end = a.entries + a.offsets[mask.index * strips + strip + 1];
+      while (entry < end) {
+        const Unit* seen[GROUP];
+        int count = 0;
+        for (; count < GROUP && entry < end; count++, entry++) {
+          const int64_t block = *entry >> 1;
+          const Unit* key = packed_keys + block * tile;
+          seen[count] = packed_values + block * tile;
+          float* here = s + count * column_block;
+          product<Kind>(rows, column_block / PANEL, 1, steps, {left->data, steps, 1, 0}, &key, (ptrdiff_t)steps * PANEL,
+                        here, group, false);
+          if (*entry & 1 || (block + 1) * column_block > a.columns)
+            mask.each(block, first_row, rows, [&](const int32_t* from, const int32_t* to) {
+              for (int r = 0; r < rows; r++)
+                hide_row(here + r * group, column_block, first_row + r, from, to, -INFINITE);
+            });
+        }
+        const int columns = count * column_block;
+        for (int r = 0; r < rows; r++) {
+          float* row = s + r * group;
+          const float before = maxima[r], now = std::max(before, largest(row, columns) * scale);
+          const float shift = now == -INFINITE ? 0.0f : now;
+          const float total = exponentials(row, columns, scale, shift);
+          if (now != before) {
+            const float shrink = std::exp2(before - shift);
+            totals[r] *= shrink;
+            const Vector factor = broadcast(shrink);
+            float* to = sum + r * padded;
+            for (int d = 0; d < padded; d += LANES) store(to + d, load(to + d) * factor);
+          }
+          totals[r] += total;
+          maxima[r] = now;
+        }
+        const Unit* p = as_left(s, weights->data, rows, group);
+        product<Kind>(rows, padded / PANEL, count, column_block / PER_UNIT,
+                      {p, group / PER_UNIT, 1, column_block / PER_UNIT}, seen,
+                      (ptrdiff_t)(column_block / PER_UNIT) * PANEL, sum, padded, true);
+      }
+      for (int r = 0; r < rows; r++) {
+        T* to = at_mutable<T>(a.out, b, first_row + r, h);
+        const float inverse = totals[r] > 0 ? 1.0f / totals[r] : 0.0f;
+        for (int d = 0; d < width; d++) put(to + d, sum[r * padded + d] * inverse);
+        a.lse[(b * a.heads + h) * a.rows + first_row + r] =
+            totals[r] > 0 ? (maxima[r] + std::log2(totals[r])) / LOG2E : -INFINITE;
+      }
+    };
+  });
+}
+
+// --- backward --------------------------------------------------------------------------------------------
+
+template <class T>
+int backward(const Attention& a) {
+  const int width = (int)a.width, padded = round_up(width, PANEL), panels = padded / PANEL;
+  const int row_block = (int)a.row_block, column_block = (int)a.column_block;
+  const int64_t strips = (a.rows + row_block - 1) / row_block, blocks = a.padded_columns / column_block;
+  const int64_t tile = (int64_t)row_block * padded, per_head = strips * tile, sharing = a.heads / a.key_heads;
+  const float scale = (float)a.scale;
+  // Queries and gradients in panels serve as left and as right operands alike.
+  Buffer<float> queries(a.batch * a.heads * per_head), gradients(a.batch * a.heads * per_head);
+  Buffer<float> deltas(a.batch * a.heads * a.rows);
+  // Every chunk of columns adds up its own part of the queries' gradient; the parts are summed in order, so
+  // that the result does not depend on which thread came first.
+  Buffer<float> partial(a.chunks * a.batch * a.heads * per_head);
+  int failure = parallel(a.batch * a.heads * strips, a.threads, [&] {
+    return [&](int64_t task) {
+      const int64_t strip = task % strips, h = task / strips % a.heads, b = task / strips / a.heads;
+      const int64_t first = strip * row_block;
+      const int n = (int)std::min<int64_t>(row_block, a.rows - first);
+      pack_panels(queries.data + task * tile, at<T>(a.query, b, first, h), a.query.row, n, row_block, width, padded);
+      pack_panels(gradients.data + task * tile, at<T>(a.grad_out, b, first, h), a.grad_out.row, n, row_block, width, padded);
+      for (int r = 0; r < n; r++) {
+        const T *x = at<T>(a.out, b, first + r, h), *g = at<T>(a.grad_out, b, first + r, h);
+        float delta = 0;
+        for (int d = 0; d < width; d++) delta += to_float(x[d]) * to_float(g[d]);
+        deltas.data[(b * a.heads + h) * a.rows + first + r] = delta;
+      }
+    };
+  });
+  if (failure) return failure;
+
+  failure = parallel(a.batch * a.key_heads * a.chunks, a.threads, [&] {
+    auto scratch = std::make_shared<Buffer<float>>((size_t)column_block * (5 * padded + 2 * row_block));
+    return [&, scratch](int64_t task) {
+      const int64_t chunk = task % a.chunks, key_head = task / a.chunks % a.key_heads, b = task / a.chunks / a.key_heads;
+      const Mask mask(a, b, key_head);
+      const int32_t* offsets = a.offsets + mask.index * blocks;
+      const int64_t packed = (int64_t)column_block * padded;
+      float *key_t = scratch->data, *value_t = key_t + packed, *key = value_t + packed;
+      float *grad_key = key + packed, *grad_value = grad_key + packed;
+      float *weights = grad_value + packed, *slopes = weights + column_block * row_block;
+      for (int64_t h = key_head * sharing; h < (key_head + 1) * sharing; h++) {
+        float* to = partial.data + ((chunk * a.batch + b) * a.heads + h) * per_head;
+        std::fill(to, to + per_head, 0.0f);
+      }
+      // Chunks hold about equally many visible tiles.
+      const int64_t visible = offsets[blocks] - offsets[0];
+      for (int64_t block = 0; block < blocks; block++) {
+        const int64_t middle = offsets[block] - offsets[0];
+        if ((visible ? std::min(middle * a.chunks / visible, a.chunks - 1) : 0) != chunk) continue;
+        const int first_column = (int)block * column_block;
+        const int columns = (int)std::min<int64_t>(column_block, a.columns - first_column);
+        pack_transposed(key_t, at<T>(a.key, b, first_column, key_head), a.key.row, columns, column_block, width, padded);
+        pack_transposed(value_t, at<T>(a.value, b, first_column, key_head), a.value.row, columns, column_block, width, padded);
+        pack_panels(key, at<T>(a.key, b, first_column, key_head), a.key.row, columns, column_block, width, padded);
+        std::fill(grad_key, grad_key + 2 * packed, 0.0f);
+        const float *key_segments[MOST_SEGMENTS], *value_segments[MOST_SEGMENTS], *one = key;
+        for (int p = 0; p < panels; p++) {
+          key_segments[p] = key_t + p * PANEL * PANEL;
+          value_segments[p] = value_t + p * PANEL * PANEL;
+        }
+        for (int64_t h = key_head * sharing; h < (key_head + 1) * sharing; h++) {
+          const int64_t head = b * a.heads + h;
+          for (const int32_t* entry = a.entries + offsets[block]; entry < a.entries + offsets[block + 1]; entry++) {
+            const int64_t strip = *entry >> 1;
+            const int first_row = (int)strip * row_block, rows = (int)std::min<int64_t>(row_block, a.rows - first_row);
+            const float* query = queries.data + head * per_head + strip * tile;
+            const float* gradient = gradients.data + head * per_head + strip * tile;
+            const float *lse = a.lse + head * a.rows + first_row, *delta = deltas.data + head * a.rows + first_row;
+            const Left<float> query_left{query, PANEL, 1, (ptrdiff_t)row_block * PANEL};
+            const Left<float> gradient_left{gradient, PANEL, 1, (ptrdiff_t)row_block * PANEL};
+            product<Single>(rows, column_block / PANEL, panels, PANEL, query_left, key_segments, (ptrdiff_t)padded * PANEL,
+                            weights, column_block, false);
+            product<Single>(rows, column_block / PANEL, panels, PANEL, gradient_left, value_segments,
+                            (ptrdiff_t)padded * PANEL, slopes, column_block, false);
+            if (*entry & 1 || columns < column_block)
+              mask.each(block, first_row, rows, [&](const int32_t* from, const int32_t* to) {
+                const float hidden = scale < 0 ? INFINITE : -INFINITE;
+                for (int r = 0; r < rows; r++)
+                  hide_row(weights + r * column_block, column_block, first_row + r, from, to, hidden);
+              });
+            for (int r = 0; r < rows; r++) {
+              float *w = weights + r * column_block, *g = slopes + r * column_block;
+              const Vector factor = broadcast(scale * LOG2E), shift = broadcast(lse[r] == -INFINITE ? INFINITE : lse[r] * LOG2E);
+              const Vector mean = broadcast(delta[r]);
+              for (int j = 0; j < column_block; j += LANES) {
+                const Vector p = exp2_negative(load(w + j) * factor - shift);
+                store(w + j, p);
+                store(g + j, p * (load(g + j) - mean));
+              }
+            }
+            product<Single>(column_block, panels, 1, rows, {weights, 1, column_block, 0}, &gradient,
+                            (ptrdiff_t)row_block * PANEL, grad_value, padded, true);
+            product<Single>(column_block, panels, 1, rows, {slopes, 1, column_block, 0}, &query,
+                            (ptrdiff_t)row_block * PANEL, grad_key, padded, true);
+            float* to = partial.data + (chunk * a.batch * a.heads + head) * per_head + strip * tile;
+            product<Single>(rows, panels, 1, column_block, {slopes, column_block, 1, 0}, &one,
+                            (ptrdiff_t)column_block * PANEL, to, padded, true);
+          }
+        }
+        for (int j = 0; j < columns; j++) {
+          T* to_key = at_mutable<T>(a.grad_key, b, first_column + j, key_head);
+          T* to_value = at_mutable<T>(a.grad_value, b, first_column + j, key_head);
+          for (int d = 0; d < width; d++) {
+            put(to_key + d, grad_key[j * padded + d] * scale);
+            put(to_value + d, grad_value[j * padded + d]);
+          }
+        }
+      }
+    };
+  });
+  if (failure) return failure;
+
+  return parallel(a.batch * a.heads * strips, a.threads, [&] {
+    return [&](int64_t task) {
+      const int64_t strip = task % strips, h = task / strips % a.heads, b = task / strips / a.heads;
+      const int n = (int)std::min<int64_t>(row_block, a.rows - strip * row_block);
+      for (int r = 0; r < n; r++) {
+        T* to = at_mutable<T>(a.grad_query, b, strip * row_block + r, h);
+        for (int d = 0; d < width; d++) {
+          float total = 0;
+          for (int64_t chunk = 0; chunk < a.chunks; chunk++)
+            total += partial.data[chunk * a.batch * a.heads * per_head + task * tile + (ptrdiff_t)r * padded + d];
+          put(to + d, total * scale);
+        }
+      }
+    };
+  });
+}
+
+template <class Run>
+int guarded(Run run) {
+  try {
+    return run();
+  } catch (const std::bad_alloc&) {
+    return 1;
+  } catch (...) {
+    return 2;
+  }
+}
+
+}  // namespace
+
+extern "C" {
+// 0: done; 1: out of memory; 2: anything else.
+__attribute__((visibility("default"))) int flashmask_forward(const Attention* a) {
+  return guarded([&] {
+    if (!a->bfloat16) return forward<float, Single>(*a);
+#if BF16_DOT
+    return forward<bf16, Pairs>(*a);
+#else
+    return forward<bf16, Single>(*a);
+#endif
+  });
+}
+__attribute__((visibility("default"))) int flashmask_backward(const Attention* a) {
+  return guarded([&] { return a->bfloat16 ? backward<bf16>(*a) : backward<float>(*a); });
+}
+// The size that the caller's own description of the structure must have.
+__attribute__((visibility("default"))) int64_t flashmask_attention_size() { return sizeof(Attention); }
+__attribute__((visibility("default"))) int64_t vector_panel() { return PANEL; }
+}

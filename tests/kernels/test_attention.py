@@ -1,0 +1,168 @@
+"""The door to attention: what it takes and refuses, its backends, torch.compile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ernie5.kernels.flashmask import MaskPlan, flashmask_attention, native
+from tests.kernels.conformance import CASES, check, tensors
+from tests.kernels.flashmask_cases import mask_case
+
+needs_native = pytest.mark.skipif(
+    not native.supports(torch.zeros(1, 1, 1, 8)), reason="no native kernels on this machine"
+)
+
+
+@pytest.mark.parametrize("case", CASES[::5], ids=str)
+def test_panels_conform(case):
+    check(case, torch.float32, backend="panels")
+
+
+def test_windows_are_inclusive():
+    """``window_size`` reaches keys [i - left, i + right], unlike a mask whose bound excludes its end."""
+    query, key, value = tensors(1, 20, 20, 1, 1, 8, torch.float64, seed=0)
+    distance = torch.arange(20)[:, None] - torch.arange(20)
+    for window, causal, visible in (
+        (3, True, (distance >= 0) & (distance <= 3)),
+        (3, False, distance.abs() <= 3),
+        ((4, 1), False, (distance <= 4) & (distance >= -1)),
+    ):
+        out = flashmask_attention(query, key, value, window_size=window, causal=causal)
+        scores = torch.einsum("bihd,bjhd->bhij", query, key) / 8**0.5
+        plain = scores.masked_fill(~visible, -torch.inf).softmax(-1) @ value.transpose(1, 2)
+        torch.testing.assert_close(out, plain.transpose(1, 2))
+
+
+@needs_native
+def test_backends_agree_and_are_chosen_by_argument_and_environment(monkeypatch):
+    inputs = tensors(2, 100, 100, 4, 2, 32, torch.float32, seed=1)
+    plan = MaskPlan.from_intervals(mask_case("mixed", 100, 100, 2), 100)
+    plain = flashmask_attention(*inputs, plan=plan, backend="reference")
+    for name in ("native", "panels"):
+        torch.testing.assert_close(
+            flashmask_attention(*inputs, plan=plan, backend=name), plain, atol=1e-5, rtol=0
+        )
+    called = []
+    monkeypatch.setattr(
+        native,
+        "native_forward",
+        lambda *a: called.append(1) or (plain.detach().clone(), plain[..., 0].detach().clone()),
+    )
+    flashmask_attention(*inputs, plan=plan)
+    assert called == [1]
+    monkeypatch.setenv("ERNIE_MULTI_ATTENTION", "panels")
+    flashmask_attention(*inputs, plan=plan)
+    assert called == [1]
+    monkeypatch.setenv("ERNIE_MULTI_ATTENTION", "fast")
+    with pytest.raises(ValueError, match="'fast'; known: auto, native"):
+        flashmask_attention(*inputs, plan=plan)
+
+
+@needs_native
+def test_compiled_code_takes_new_lengths_and_masks_without_compiling_again():
+    torch._dynamo.reset()
+    graphs = []
+
+    def count(graph, example):
+        graphs.append(1)
+        return graph.forward
+
+    def layer(query, key, value, plan):
+        return flashmask_attention(query * 2.0, key, value, plan=plan).square()
+
+    compiled = torch.compile(layer, backend=count, dynamic=True, fullgraph=True)
+    seen = []
+    for rows in (65, 90, 128, 300):
+        inputs = tensors(1, rows, rows, 2, 1, 16, torch.float32, seed=rows)
+        plan = MaskPlan.from_intervals(mask_case("causal_document", rows, rows, 1), rows)
+        out = compiled(*inputs, plan)
+        plain = layer(*inputs, plan)
+        torch.testing.assert_close(out, plain)
+        for ours, theirs in zip(
+            torch.autograd.grad(out.sum(), inputs), torch.autograd.grad(plain.sum(), inputs)
+        ):
+            torch.testing.assert_close(ours, theirs)
+        seen.append(len(graphs))
+    assert seen[-1] == seen[1], f"graphs after each length: {seen}"
+
+
+@needs_native
+def test_operators_describe_themselves_rightly():
+    query, key, value = tensors(1, 40, 40, 2, 1, 16, torch.float32, seed=0)
+    plan = MaskPlan.from_intervals(mask_case("causal", 40, 40, 1), 40)
+    torch.library.opcheck(
+        torch.ops.ernie5.flashmask_attention.default,
+        (query, key, value, plan.intervals, 0.25, "native"),
+        test_utils=(
+            "test_schema",
+            "test_autograd_registration",
+            "test_faketensor",
+            "test_aot_dispatch_dynamic",
+        ),
+    )
+
+
+def test_bad_shapes_dtypes_and_plans_are_refused():
+    q, k, v = torch.randn(3, 2, 12, 4, 8).unbind(0)
+    plan = MaskPlan.from_intervals(mask_case("causal", 12, 12, 1), 12)
+    bounds = torch.full((2, 1, 12, 1), 12, dtype=torch.int32)
+    wrong = [
+        ((q[0], k, v), {}, r"query must be \[B, N, H, D\]"),
+        ((q, k.double(), v), {}, "key is torch.float64"),
+        ((q.int(), k.int(), v.int()), {}, "floating-point"),
+        ((q, k, v[:, :6]), {}, "differ in shape"),
+        ((q, k[:1], v[:1]), {}, "differ in B or D"),
+        ((q, k[..., :4], v[..., :4]), {}, "differ in B or D"),
+        ((q[:, :, :3], k[:, :, :2], v[:, :, :2]), {}, "3 query heads are not a multiple of 2"),
+        ((q[:, :0], k, v), {}, "nothing to attend"),
+        ((q[:, :6], k, v), {"plan": plan}, "the plan is for 12 rows"),
+        ((q, k, v), {"plan": plan, "causal": True}, "a plan is the whole mask"),
+        (
+            (q, k, v),
+            {"plan": MaskPlan.from_intervals(plan.intervals.repeat(3, 1, 1, 1, 1), 12)},
+            "3 batch entries",
+        ),
+        ((q, k, v), {"backend": "quick"}, "unknown attention backend 'quick'"),
+        ((q, k, v), {"window_size": -1, "causal": True}, "-1"),
+        ((q, k, v, bounds), {"window_size": 3}, "two masks"),
+        ((q, k, v, bounds.long()), {"causal": True}, "int32"),
+        ((q, k, v, bounds), {}, "not defined"),
+        ((q, k, v, bounds[:, :, :5]), {"causal": True}, "startend_row_indices must be"),
+        ((q.half(), k.half(), v.half()), {"backend": "native"}, "native kernels do not take torch.float16"),
+        ((q, k, v), {"backend": "triton"}, "NVIDIA GPU"),
+    ]
+    for arguments, keywords, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            flashmask_attention(*arguments, **keywords)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(-3, 5), min_size=0, max_size=6),
+    st.lists(st.integers(0, 4), min_size=4, max_size=4),
+    st.integers(0, 2**31 - 1),
+    st.booleans(),
+)
+def test_whatever_the_bounds_the_answer_is_right_or_refused(shape, sizes, seed, causal):
+    """Random shapes and random, also absurd bounds: a ``ValueError`` or what the dense mask gives."""
+    generator = torch.Generator().manual_seed(seed)
+    batch, rows, heads, dim = sizes
+    q = torch.randn(batch, rows, heads, dim, generator=generator)
+    k = torch.randn(batch, max(rows - 1, 0), heads, dim, generator=generator)
+    if any(size < 0 for size in shape):
+        bounds = torch.randint(
+            -100, 100, (batch, 1, k.shape[1], len(shape)), generator=generator, dtype=torch.int32
+        )
+    else:
+        bounds = torch.randint(-100, 100, tuple(shape), generator=generator, dtype=torch.int32)
+    try:
+        out = flashmask_attention(q, k, k, bounds, causal=causal)
+    except ValueError:
+        return
+    plain = flashmask_attention(
+        q.double(), k.double(), k.double(), bounds, causal=causal, backend="reference"
+    )
+    torch.testing.assert_close(out.double(), plain, atol=1e-5, rtol=1e-4)
