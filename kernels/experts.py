@@ -5,9 +5,16 @@ Shape letters: T tokens, k slots a token, E experts, d model width, h expert wid
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from ernie5.kernels import experts_native
+from ernie5.kernels.dispatch import dispatch_order
+
+BACKENDS = ("auto", "native", "grouped", "reference")
 
 
 def sparse_swiglu(
@@ -17,37 +24,35 @@ def sparse_swiglu(
     expert_Tk: Tensor,
     weight_Tk: Tensor,
     valid_Tk: Tensor | None = None,
+    *,
+    backend: str | None = None,
 ) -> Tensor:
     """``sum_j weight_j * down_e(silu(gate_e x) * up_e x)`` over the k chosen experts e of each token.
 
     Args:
         x_Td: tokens, in the compute dtype.
-        gate_up_E2hd: gate (first h rows) and up projections.
-        down_Edh: down projections.
+        gate_up_E2hd: gate (first h rows) and up projections; of x's dtype or wider (master weights).
+        down_Edh: down projections, of the same dtype as ``gate_up_E2hd``.
         expert_Tk: int64 expert of each slot.
         weight_Tk: combine weights.
         valid_Tk: slots to compute; the others cost nothing. All, if None.
+        backend: one of ``BACKENDS``; None takes the environment's ``ERNIE_MULTI_EXPERTS`` or ``auto``: the
+            C++ kernels for float32 on CPUs, and for bfloat16 where the CPU has no instruction for it; else
+            torch's ``grouped_mm``.
 
     Returns:
         float32 ``[T, d]``. No token is dropped; experts without tokens cost nothing.
+
+    Raises:
+        ValueError: shapes that don't fit one another, or an unknown or impossible backend.
     """
-    tokens, slots = expert_Tk.shape
-    flat = expert_Tk.reshape(-1)
-    if valid_Tk is None:
-        order = flat.argsort(stable=True)
-        counts = torch.bincount(flat, minlength=len(down_Edh))
-    else:
-        chosen = valid_Tk.reshape(-1).nonzero().squeeze(1)
-        order = chosen[flat[chosen].argsort(stable=True)]
-        counts = torch.bincount(flat[chosen], minlength=len(down_Edh))
-    token_R = torch.div(order, slots, rounding_mode="floor")
-    offsets = counts.cumsum(0).int()
-    rows = _Dispatch.apply(x_Td, token_R)
-    hidden = _grouped(rows, gate_up_E2hd, offsets)
-    gate, up = hidden.chunk(2, -1)
-    weight_R = weight_Tk.reshape(-1).index_select(0, order)
-    hidden = F.silu(gate) * up * weight_R.to(hidden.dtype)[:, None]
-    return _Combine.apply(_grouped(hidden, down_Edh, offsets), token_R, tokens)
+    _check(x_Td, gate_up_E2hd, down_Edh, expert_Tk, weight_Tk, valid_Tk)
+    chosen = _choose(x_Td, backend)
+    if chosen == "reference":
+        return sparse_swiglu_reference(x_Td, gate_up_E2hd, down_Edh, expert_Tk, weight_Tk, valid_Tk)
+    if chosen == "native":
+        return experts_native.sparse_swiglu(x_Td, gate_up_E2hd, down_Edh, expert_Tk, weight_Tk, valid_Tk)
+    return _sparse_swiglu_grouped(x_Td, gate_up_E2hd, down_Edh, expert_Tk, weight_Tk, valid_Tk)
 
 
 def sparse_swiglu_reference(
@@ -59,13 +64,71 @@ def sparse_swiglu_reference(
     valid_Tk: Tensor | None = None,
 ) -> Tensor:
     """The same by definition: one expert after the other."""
-    out = torch.zeros(x_Td.shape, dtype=torch.promote_types(x_Td.dtype, torch.float32))
+    dtype = x_Td.dtype
+    out = torch.zeros(x_Td.shape, dtype=torch.promote_types(dtype, torch.float32), device=x_Td.device)
     weight = weight_Tk if valid_Tk is None else weight_Tk * valid_Tk
     for expert in range(len(down_Edh)):
-        gate, up = (x_Td @ gate_up_E2hd[expert].T).chunk(2, -1)
+        gate, up = (x_Td @ gate_up_E2hd[expert].to(dtype).T).chunk(2, -1)
         share = (weight * (expert_Tk == expert)).sum(-1, keepdim=True)
-        out = out + (F.silu(gate) * up) @ down_Edh[expert].T * share
+        out = out + (F.silu(gate) * up) @ down_Edh[expert].to(dtype).T * share
     return out
+
+
+def _check(
+    x: Tensor, gate_up: Tensor, down: Tensor, expert: Tensor, weight: Tensor, valid: Tensor | None
+) -> None:
+    if x.dim() != 2 or gate_up.dim() != 3 or down.dim() != 3:
+        raise ValueError(
+            f"expected tokens [T, d] and weights [E, 2h, d] and [E, d, h], got {tuple(x.shape)}, "
+            f"{tuple(gate_up.shape)} and {tuple(down.shape)}"
+        )
+    experts, width, hidden = down.shape
+    if x.shape[1] != width or gate_up.shape != (experts, 2 * hidden, width):
+        raise ValueError(
+            f"tokens {tuple(x.shape)}, gate_up {tuple(gate_up.shape)} and down {tuple(down.shape)} do not fit"
+        )
+    slots = expert.shape
+    if (
+        len(slots) != 2
+        or slots[0] != len(x)
+        or weight.shape != slots
+        or (valid is not None and valid.shape != slots)
+    ):
+        raise ValueError(
+            f"choices, weights, valid must be [{len(x)}, k], got {tuple(slots)}, {tuple(weight.shape)}"
+            f"{'' if valid is None else f' and {tuple(valid.shape)}'}"
+        )
+
+
+def _choose(x: Tensor, backend: str | None) -> str:
+    wanted = backend or os.environ.get("ERNIE_MULTI_EXPERTS", "auto")
+    if wanted not in BACKENDS:
+        raise ValueError(f"unknown expert backend {wanted!r}; known: {', '.join(BACKENDS)}")
+    if wanted == "native" and not experts_native.supports(x):
+        raise ValueError(f"the native expert kernels do not take {x.dtype} on {x.device} here")
+    if wanted != "auto":
+        return wanted
+    return "native" if experts_native.prefers(x) else "grouped"
+
+
+def _sparse_swiglu_grouped(
+    x_Td: Tensor,
+    gate_up_E2hd: Tensor,
+    down_Edh: Tensor,
+    expert_Tk: Tensor,
+    weight_Tk: Tensor,
+    valid_Tk: Tensor | None,
+) -> Tensor:
+    tokens, slots = expert_Tk.shape
+    order, counts = dispatch_order(expert_Tk, valid_Tk, len(down_Edh))
+    token_R = torch.div(order, slots, rounding_mode="floor")
+    offsets = counts.cumsum(0).int()
+    rows = _Dispatch.apply(x_Td, token_R)
+    hidden = _grouped(rows, gate_up_E2hd.to(x_Td.dtype), offsets)
+    gate, up = hidden.chunk(2, -1)
+    weight_R = weight_Tk.reshape(-1).index_select(0, order)
+    hidden = F.silu(gate) * up * weight_R.to(hidden.dtype)[:, None]
+    return _Combine.apply(_grouped(hidden, down_Edh.to(x_Td.dtype), offsets), token_R, tokens)
 
 
 def _grouped(rows_Rd: Tensor, weight_Eod: Tensor, offsets_E: Tensor) -> Tensor:

@@ -2,18 +2,12 @@
 // as seen, forward and backward. Plain C interface; errors are return codes, so nothing is thrown across it.
 //
 // Letters as in plan.py: B rows of the batch, H query heads, Hk key heads, M mask heads, Nq, Nk, D.
-#include <algorithm>
-#include <atomic>
 #include <cmath>
-#include <cstdlib>
 #include <limits>
-#include <memory>
-#include <new>
-#include <thread>
 #include <type_traits>
-#include <vector>
 
-#include "gemm.h"
+#include "parallel.h"
+#include "pack.h"
 
 extern "C" {
 struct Strided {  // a [B, N, H, D] tensor whose last dimension is contiguous; strides in elements
@@ -48,44 +42,6 @@ constexpr int GROUP = 8;  // tiles between two updates of the running maximum
 constexpr int MOST_SEGMENTS = 64;
 
 template <class T>
-struct Buffer {  // cache-line aligned scratch memory
-  T* data = nullptr;
-  explicit Buffer(size_t count) {
-    size_t bytes = (count * sizeof(T) + 127) / 64 * 64;
-    data = static_cast<T*>(std::aligned_alloc(64, bytes));
-    if (!data) throw std::bad_alloc();
-  }
-  ~Buffer() { std::free(data); }
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-};
-
-// Calls make() once a thread and the result with every task number; the first failure ends all.
-template <class Make>
-int parallel(int64_t tasks, int64_t threads, Make make) {
-  std::atomic<int64_t> next{0};
-  std::atomic<int> failure{0};
-  auto loop = [&]() {
-    try {
-      auto work = make();
-      for (int64_t task; !failure && (task = next++) < tasks;) work(task);
-    } catch (const std::bad_alloc&) {
-      failure = 1;
-    } catch (...) {
-      failure = 2;
-    }
-  };
-  std::vector<std::thread> others;
-  try {
-    for (int64_t i = 1; i < threads && i < tasks; i++) others.emplace_back(loop);
-  } catch (...) {  // no more threads to be had: those that started do the work
-  }
-  loop();
-  for (auto& other : others) other.join();
-  return failure;
-}
-
-template <class T>
 const T* at(const Strided& x, int64_t b, int64_t n, int64_t h) {
   return static_cast<const T*>(x.data) + b * x.batch + n * x.row + h * x.head;
 }
@@ -113,71 +69,6 @@ struct Mask {
     }
   }
 };
-
-// --- packing ---------------------------------------------------------------------------------------------
-
-// [n x D] rows as the transposed operand: panel by panel of PANEL rows, D steps each; zeros beyond n and D.
-template <class T>
-void pack_transposed(float* to, const T* from, int64_t row, int n, int block, int width, int padded) {
-  for (int first = 0; first < block; first += PANEL) {
-    float* panel = to + (ptrdiff_t)first * padded;
-    int here = n - first < PANEL ? (n > first ? n - first : 0) : PANEL;
-    const T* source = from + first * row;
-    if (here == PANEL)
-      for (int d = 0; d < width; d++)
-        for (int j = 0; j < PANEL; j++) panel[d * PANEL + j] = to_float(source[j * row + d]);
-    else
-      for (int d = 0; d < width; d++)
-        for (int j = 0; j < PANEL; j++) panel[d * PANEL + j] = j < here ? to_float(source[j * row + d]) : 0.0f;
-    std::fill(panel + width * PANEL, panel + padded * PANEL, 0.0f);
-  }
-}
-template <class T>
-void pack_transposed(uint32_t* to, const T* from, int64_t row, int n, int block, int width, int padded) {
-  static_assert(sizeof(T) == 2, "pairs are made of bfloat16");
-  const int steps = padded / 2;
-  for (int first = 0; first < block; first += PANEL) {
-    uint32_t* panel = to + (ptrdiff_t)first * steps;
-    for (int j = 0; j < PANEL; j++) {
-      const bool real = first + j < n;
-      const T* source = from + (first + j) * row;
-      for (int s = 0; s < steps; s++) {
-        uint32_t low = real && 2 * s < width ? source[2 * s].bits : 0;
-        uint32_t high = real && 2 * s + 1 < width ? source[2 * s + 1].bits : 0;
-        panel[s * PANEL + j] = low | high << 16;
-      }
-    }
-  }
-}
-
-// [n x D] rows as they lie, cut into panels of PANEL columns with `block` rows each; zeros beyond n and D.
-template <class T>
-void pack_panels(float* to, const T* from, int64_t row, int n, int block, int width, int padded) {
-  for (int first = 0; first < padded; first += PANEL) {
-    float* panel = to + (ptrdiff_t)first * block;
-    const int here = width - first < PANEL ? width - first : PANEL;
-    for (int j = 0; j < block; j++, panel += PANEL) {
-      const T* source = from + j * row + first;
-      int d = 0;
-      if (j < n)
-        for (; d < here; d++) panel[d] = to_float(source[d]);
-      for (; d < PANEL; d++) panel[d] = 0;
-    }
-  }
-}
-template <class T>
-void pack_panels(uint32_t* to, const T* from, int64_t row, int n, int block, int width, int padded) {
-  for (int first = 0; first < padded; first += PANEL) {
-    uint32_t* panel = to + (ptrdiff_t)first * (block / 2);
-    for (int j = 0; j < block; j += 2, panel += PANEL)
-      for (int d = 0; d < PANEL; d++) {
-        const bool real = first + d < width;
-        uint32_t low = real && j < n ? from[j * row + first + d].bits : 0;
-        uint32_t high = real && j + 1 < n ? from[(j + 1) * row + first + d].bits : 0;
-        panel[d] = low | high << 16;
-      }
-  }
-}
 
 // A tile of queries row by row, as the left operand.
 template <class T>
@@ -455,17 +346,6 @@ int backward(const Attention& a) {
       }
     };
   });
-}
-
-template <class Run>
-int guarded(Run run) {
-  try {
-    return run();
-  } catch (const std::bad_alloc&) {
-    return 1;
-  } catch (...) {
-    return 2;
-  }
 }
 
 }  // namespace

@@ -24,7 +24,7 @@ from pathlib import Path
 
 _log = logging.getLogger(__name__)
 _FOLDER = Path(__file__).parent
-_SOURCES = ("attention.cpp",)
+_SOURCES = ("attention.cpp", "experts.cpp")
 _COMMON = ("-O3", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden")
 # Fused multiply-adds are wanted; other liberties with floating point would break the exponential.
 _COMMON += ("-ffp-contract=fast", "-fno-math-errno")

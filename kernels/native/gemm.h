@@ -79,22 +79,25 @@ struct Rest<Kind, 0> {
                   ptrdiff_t, bool) {}
 };
 
-// C [rows x panels * PANEL] (+)= A B; panel p of segment s of B starts at b[s] + p * b_panel.
+// C [rows x panels * PANEL] (+)= A B; panel p of segment s of B starts at b[s] + p * b_panel. While it works, memory at
+// ``next`` that comes after these panels is asked for: `next_lines` cache lines for every TILE_ROWS rows.
 template <class Kind>
 static void product(int rows, int panels, int segments, int length, Left<typename Kind::Unit> a,
-                    const typename Kind::Unit* const* b, ptrdiff_t b_panel, float* c, ptrdiff_t c_row, bool add) {
+                    const typename Kind::Unit* const* b, ptrdiff_t b_panel, float* c, ptrdiff_t c_row, bool add,
+                    const typename Kind::Unit* next = nullptr, int next_lines = 0) {
   for (int p = 0; p < panels; p++) {
     int r = 0;
     for (; r + TILE_ROWS <= rows; r += TILE_ROWS) {
+      for (int i = 0; i < next_lines; i++, next += 16) __builtin_prefetch(next);
       Left<typename Kind::Unit> here = a;
       here.data += r * a.row;
       tile_product<Kind, TILE_ROWS>(segments, length, here, b, p * b_panel, c + r * c_row + p * PANEL, c_row, add);
     }
     if (r < rows) {
-      a.data += r * a.row;
-      Rest<Kind, TILE_ROWS - 1>::run(rows - r, segments, length, a, b, p * b_panel, c + r * c_row + p * PANEL,
+      Left<typename Kind::Unit> here = a;
+      here.data += r * a.row;
+      Rest<Kind, TILE_ROWS - 1>::run(rows - r, segments, length, here, b, p * b_panel, c + r * c_row + p * PANEL,
                                      c_row, add);
-      a.data -= r * a.row;
     }
   }
 }
