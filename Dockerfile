@@ -19,7 +19,11 @@ ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
 WORKDIR /build
-RUN pip install build==1.6.1
+# The running images have no compiler, so the C++ kernels are compiled into the wheel.
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends g++ \
+    && rm -rf /var/lib/apt/lists/* \
+    && pip install build==1.6.1
 COPY pyproject.toml setup.py README.md LICENSE ./
 COPY protocol protocol
 COPY kernels kernels
@@ -28,7 +32,7 @@ COPY tokenizers tokenizers
 COPY backbone backbone
 COPY services services
 COPY ernie_multi ernie_multi
-RUN python -m build --wheel --outdir /wheels .
+RUN ERNIE_MULTI_PREBUILD=1 python -m build --wheel --outdir /wheels .
 
 # --- third-party packages of each extra, in layers that a change of our code leaves alone ------------------------
 FROM ${PYTHON_IMAGE} AS resolver

@@ -3,8 +3,8 @@
 There is one source and one library a variant: the instruction sets that a CPU may have. The variant is
 chosen at run time; ``ERNIE_MULTI_NATIVE`` names one (or ``off``). A library that lies in ``prebuilt/`` (put
 there when a wheel is made) is used as it is; otherwise the system's compiler (``CXX``, or the first of g++,
-clang++, c++) makes it in seconds. It is kept in ``ERNIE_MULTI_CACHE`` (default ``~/.cache/ernie-multi``) under
-a name made from sources, flags and compiler, so that processes and versions never meet another's library.
+clang++, c++) makes it in seconds. It is kept in ``ERNIE_MULTI_CACHE`` (default ``~/.cache/ernie-multi``)
+under a name made from sources, flags and compiler: processes and versions never meet another's library.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def library() -> ctypes.CDLL:
 
 def built(variant: str) -> Path:
     """The library of one variant, made if need be."""
-    prebuilt = _FOLDER / "prebuilt" / f"kernels-{platform.machine()}-{variant}.so"
+    prebuilt = _FOLDER / "prebuilt" / prebuilt_name(platform.machine(), variant)
     if prebuilt.exists():
         return prebuilt
     compiler = find_compiler()
@@ -96,6 +96,11 @@ def built(variant: str) -> Path:
                 _log.info("compiling the native kernels (%s) with %s", variant, compiler)
                 compile_to(target, compiler, flags)
     return target
+
+
+def prebuilt_name(machine: str, variant: str) -> str:
+    """File name of a library that comes with a wheel."""
+    return f"kernels-{machine}-{variant}.so"
 
 
 def compile_flags(compiler: str, variant: str) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -86,6 +87,39 @@ for name in ("tokenizers", "kernels", "protocol", "services"):
     done = subprocess.run(
         [sys.executable, "-I", "-c", code, str(tmp_path)], capture_output=True, text=True, check=False
     )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_wheel_can_bring_the_kernels_compiled(tree: Path, tmp_path: Path) -> None:
+    """As the container images have it: no compiler is there when the wheel is used."""
+    if shutil.which("g++") is None:
+        pytest.skip("no g++ to compile the kernels with")
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        "--wheel",
+        "--no-isolation",
+        "--outdir",
+        str(tmp_path),
+    ]
+    environment = {**os.environ, "ERNIE_MULTI_PREBUILD": "1", "CXX": "g++"}
+    done = subprocess.run([*command, str(tree)], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    (made,) = tmp_path.glob("*.whl")
+    assert "-py3-none-linux_" in made.name
+    with zipfile.ZipFile(made) as archive:
+        archive.extractall(tmp_path / "installed")
+    code = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from ernie5.kernels.native import build
+assert build.built(build.best_variant()).parent.name == "prebuilt"
+assert build.library().flashmask_attention_size() > 0
+"""
+    command = [sys.executable, "-IS", "-c", code, str(tmp_path / "installed")]
+    environment = {"CXX": "none", "PATH": "", "ERNIE_MULTI_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
 
 
