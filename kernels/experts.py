@@ -135,7 +135,13 @@ def _grouped(rows_Rd: Tensor, weight_Eod: Tensor, offsets_E: Tensor) -> Tensor:
     # grouped_mm wants at least one row. A product of none keeps the graph whole.
     if len(rows_Rd) == 0:
         return rows_Rd @ weight_Eod[0].T
-    return F.grouped_mm(rows_Rd, weight_Eod.transpose(1, 2), offs=offsets_E)
+    # It also wants rows that begin at multiples of 16 bytes, here and in its backward pass.
+    unit = 16 // rows_Rd.element_size()
+    width, out = -rows_Rd.shape[1] % unit, -weight_Eod.shape[1] % unit
+    if width or out:
+        rows_Rd, weight_Eod = F.pad(rows_Rd, (0, width)), F.pad(weight_Eod, (0, width, 0, out))
+    made = F.grouped_mm(rows_Rd, weight_Eod.transpose(1, 2), offs=offsets_E)
+    return made[:, : made.shape[1] - out] if out else made
 
 
 class _Dispatch(torch.autograd.Function):

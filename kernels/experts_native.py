@@ -27,6 +27,7 @@ _COUNTS = (
 )
 _INPUTS = ("input", "gate_up", "down", "slot", "offsets", "row_of_slot", "combine")
 _RESULTS = ("gates", "out", "grad_out", "grad_input", "grad_gate_up", "grad_down", "grad_combine")
+_WORTH_THREADS = 1 << 22
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -184,7 +185,8 @@ def _describe(
         rows=len(slot),
         input_bfloat16=x.dtype == torch.bfloat16,
         weight_bfloat16=down.dtype == torch.bfloat16,
-        threads=torch.get_num_threads(),
+        # Starting a thread takes as long as a few million operations.
+        threads=torch.get_num_threads() if len(slot) * down[0].numel() > _WORTH_THREADS else 1,
         input=x.data_ptr(),
         gate_up=gate_up.data_ptr(),
         down=down.data_ptr(),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import logging
 import os
 from typing import Literal, overload
 
@@ -15,6 +18,8 @@ from ernie5.kernels.flashmask.panels import panel_attention
 from ernie5.kernels.flashmask.plan import MaskPlan
 from ernie5.kernels.flashmask.reference import dense_attention
 
+_log = logging.getLogger(__name__)
+_TRITON_WIDTH = 256
 BACKENDS = ("auto", "native", "triton", "panels", "reference")
 
 
@@ -78,7 +83,7 @@ def flashmask_attention(
         plan: a prepared mask, instead of the three above.
         softmax_scale: default ``D ** -0.5``.
         return_softmax_lse: also return the natural log-sum-exp, float32 ``[B, H, Nq]`` (no gradient flows
-            through it).
+            through it, whatever the backend).
         backend: one of ``BACKENDS``; None takes the environment's ``ERNIE_MULTI_ATTENTION`` or ``auto``:
             Triton on NVIDIA GPUs, the C++ kernels on CPUs, and what both can't do (float64, a machine
             without a compiler) by panels in plain torch.
@@ -106,7 +111,7 @@ def flashmask_attention(
         out, lse = dense_attention(query, key, value, plan, scale)
     else:
         out, lse = _attention(query, key, value, plan.intervals, scale, chosen)
-    return (out, lse) if return_softmax_lse else out
+    return (out, lse.detach()) if return_softmax_lse else out
 
 
 def _mask(
@@ -133,15 +138,33 @@ def choose_backend(query: Tensor, backend: str | None = None) -> str:
     if wanted == "native" and not native.supports(query):
         raise ValueError(
             f"the native kernels do not take {query.dtype} with D={query.shape[-1]} on {query.device} here; "
-            "they take float32 and bfloat16 on a CPU with D <= 512 and need a C++ compiler or a wheel with them"
+            "they take fp32 and bf16 on a CPU with D <= 512 and need a C++ compiler or a wheel with them"
         )
     if wanted == "triton" and query.device.type != "cuda":
         raise ValueError(f"the Triton kernels take tensors on an NVIDIA GPU, got {query.device}")
     if wanted != "auto":
         return wanted
-    if query.device.type == "cuda" and query.dtype in (torch.float16, torch.bfloat16, torch.float32):
-        return "triton"
-    return "native" if native.supports(query) else "panels"
+    if query.device.type == "cuda":
+        return "triton" if _triton_takes(query) else "panels"
+    return "native" if query.device.type == "cpu" and native.supports(query) else "panels"
+
+
+def _triton_takes(query: Tensor) -> bool:
+    known = query.dtype in (torch.float16, torch.bfloat16, torch.float32)
+    return known and query.shape[-1] <= _TRITON_WIDTH and _has_triton()
+
+
+@torch.compiler.assume_constant_result
+def _has_triton() -> bool:
+    found = importlib.util.find_spec("triton") is not None
+    if not found:
+        _warn_once("attention on this GPU uses the slower portable backend: triton is not installed")
+    return found
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    _log.warning(text)
 
 
 @torch.library.custom_op("ernie5::flashmask_attention", mutates_args=())

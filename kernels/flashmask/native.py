@@ -50,7 +50,7 @@ class NativeMask(NamedTuple):
     """A plan as the kernels read it; int32, contiguous.
 
     ``bounds`` ``[masks, K, 2, columns padded to tiles]``, ``touched`` ``[masks, column blocks, K,
-    2]`` (first and last row that the interval masks over the block), tile lists of row strips and of column strips.
+    2]`` (first and last row that the interval masks over the block), tile lists by rows and by columns.
     """
 
     row_block: int
@@ -145,7 +145,11 @@ def native_backward(
 
 def supports(query: Tensor) -> bool:
     """Whether the kernels take tensors like this one: float32 or bfloat16, D <= 512, and a library exists."""
-    if query.dtype not in (torch.float32, torch.bfloat16) or query.shape[-1] > _MOST_WIDTH:
+    if (
+        query.device.type != "cpu"
+        or query.dtype not in (torch.float32, torch.bfloat16)
+        or query.shape[-1] > _MOST_WIDTH
+    ):
         return False
     return _available()
 

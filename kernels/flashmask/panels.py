@@ -3,23 +3,27 @@
 Panels that see equally many tiles run as one batched product, so packed rows of short documents take a few
 large operations and the cost grows with the visible area. As in FlashAttention (Dao et al., arXiv 2205.14135)
 only the log-sum-exp is kept, and the backward pass computes the weights again. Everything is float32, or
-float64 for float64 inputs. Masks of partly visible panels are kept in the plan while they are small.
+float64 for float64 inputs. Masks of partly visible panels are numbers to add, which on CPUs takes a tenth of
+the time of filling by a boolean mask; small plans keep them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import threshold
 
 from ernie5.kernels.flashmask.plan import BLOCK, MaskPlan
 
 _SCORES = 1 << 20  # scores computed at once: a few MiB, which stay in a cache
-_KEEP_MASK_BELOW = 64 << 20  # elements of all panels' masks in one plan
+_KEEP_BELOW = 16 << 20  # scores of one head; a plan with fewer keeps its panels with their masks
+_LOWEST = -80.0  # weights below exp(-80) times the greatest are 0, well below float64's precision
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,12 +33,12 @@ class _Panels:
     Attributes:
         rows: int64 ``[P, R]`` into ``[B * M * Nq]``.
         columns: int64 ``[P, W]`` into ``[B * M * Nk]``.
-        hidden: bool ``[P, 1, R, W]``; None where all is visible.
+        bias: float32 ``[P, 1, 1, R, W]``, 0 or -inf; None where all is visible.
     """
 
     rows: Tensor
     columns: Tensor
-    hidden: Tensor | None
+    bias: Tensor | None
 
 
 def panel_attention(
@@ -68,7 +72,7 @@ class _PanelAttention(torch.autograd.Function):
         for panels in _panels(plan, q.shape[1] * q.shape[2]):
             scores = _scores(q, k, panels, scale)
             highest = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).min)
-            weights = scores.sub_(highest).exp_()
+            weights = _exp(scores.sub_(highest))
             total = weights.sum(-1, keepdim=True)
             # A row that sees nothing has weights of 0: 0 / 1 gives its output.
             seen = weights @ _taken(v, panels.columns) / total.masked_fill(total == 0, 1.0)
@@ -89,11 +93,11 @@ class _PanelAttention(torch.autograd.Function):
         # dS = P * (dO V^T - delta) with delta = rowsum(dO * O), less what comes through the log-sum-exp.
         delta = (grad_out.to(out.dtype) * out).sum(-1) - grad_lse.to(out.dtype).transpose(1, 2)
         delta = _flat(delta.unsqueeze(-1), plan, key_heads)
-        # exp(-inf - 0) = 0 gives the weights of rows that see nothing.
+        # Scores of -inf less 0 give the weights of rows that see nothing, 0.
         lse = _flat(lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1), plan, key_heads)
         grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for panels in _panels(plan, q.shape[1] * q.shape[2]):
-            weights = _scores(q, k, panels, scale).sub_(_taken(lse, panels.rows)).exp_()
+            weights = _exp(_scores(q, k, panels, scale).sub_(_taken(lse, panels.rows)))
             out_rows = _taken(grad, panels.rows)
             _add(grad_v, panels.columns, weights.transpose(-1, -2) @ out_rows)
             scores = out_rows @ _taken(v, panels.columns).transpose(-1, -2)
@@ -107,11 +111,14 @@ class _PanelAttention(torch.autograd.Function):
 def _scores(q: Tensor, k: Tensor, panels: _Panels, scale: float) -> Tensor:
     """Scaled and masked, ``[P, heads, groups * R, W]``."""
     scores = _taken(q, panels.rows).mul_(scale) @ _taken(k, panels.columns).transpose(-1, -2)
-    if panels.hidden is not None:
-        scores.unflatten(2, (-1, panels.rows.shape[1])).masked_fill_(
-            panels.hidden.unsqueeze(1), float("-inf")
-        )
+    if panels.bias is not None:
+        scores.unflatten(2, (-1, panels.rows.shape[1])).add_(panels.bias)
     return scores
+
+
+def _exp(scores: Tensor) -> Tensor:
+    """exp in place, 0 below ``_LOWEST``: MKL takes 5 to 20 times as long where the result underflows."""
+    return threshold(scores.clamp_(min=_LOWEST).exp_(), 1.001 * math.exp(_LOWEST), 0.0, inplace=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,28 +130,35 @@ class _Bucket:
         height: rows of each panel, R.
         tiles: int64 ``[P, n]``, column tiles.
         partial: whether the mask must be looked at.
-        hidden: bool ``[P, 1, R, n * 64]``, if it is kept.
     """
 
     strip: Tensor
     height: int
     tiles: Tensor
     partial: bool
-    hidden: Tensor | None = None
+
+    @property
+    def scores(self) -> int:
+        """Of one panel, in one head."""
+        return self.height * self.tiles.shape[1] * BLOCK
 
 
-def _panels(plan: MaskPlan, heads: int) -> Iterator[_Panels]:
+def _panels(plan: MaskPlan, heads: int) -> Iterable[_Panels]:
     """All panels that see something, as many at a time as have ``_SCORES`` scores in ``heads`` heads."""
-    for bucket in plan.prepared("panels", lambda: _buckets(plan)):
-        step = max(1, _SCORES // (heads * bucket.height * bucket.tiles.shape[1] * BLOCK))
+    buckets = plan.prepared("panels", lambda: _buckets(plan))
+    if sum(len(bucket.strip) * bucket.scores for bucket in buckets) > _KEEP_BELOW:
+        return _batches(plan, buckets, heads)
+    return plan.prepared(("panels", heads), lambda: list(_batches(plan, buckets, heads)))
+
+
+def _batches(plan: MaskPlan, buckets: list[_Bucket], heads: int) -> Iterator[_Panels]:
+    for bucket in buckets:
+        step = max(1, _SCORES // (heads * bucket.scores))
         for begin in range(0, len(bucket.strip), step):
-            part = slice(begin, begin + step)
-            mask, row, column = _places(plan, bucket, part)
-            hidden = None
-            if bucket.partial:
-                hidden = _hidden(plan, mask, row, column) if bucket.hidden is None else bucket.hidden[part]
+            mask, row, column = _places(plan, bucket, slice(begin, begin + step))
+            bias = _bias(plan, mask, row, column) if bucket.partial else None
             column = column.clamp(max=plan.columns - 1)
-            yield _Panels(mask * plan.rows + row, mask * plan.columns + column, hidden)
+            yield _Panels(mask * plan.rows + row, mask * plan.columns + column, bias)
 
 
 def _buckets(plan: MaskPlan) -> list[_Bucket]:
@@ -154,51 +168,40 @@ def _buckets(plan: MaskPlan) -> list[_Bucket]:
     strip = torch.arange(len(count), device=count.device)
     height = torch.where(strip % strips == strips - 1, plan.rows - (strips - 1) * BLOCK, BLOCK)
     # A panel needs its mask for a partial tile, and for a last one that is cut off by Nk.
-    cut = plan.columns % BLOCK > 0
     marked = (listed.entries & 1) > 0
-    if cut:
-        marked = marked | (listed.entries >> 1 == plan.columns // BLOCK)
+    if plan.columns % BLOCK:
+        marked |= listed.entries >> 1 == plan.columns // BLOCK
     partial = torch.zeros_like(count).index_add_(0, strip.repeat_interleave(count), marked.long()) > 0
-    kind = torch.stack((count, height, partial.long()), -1)
-    kinds, which = kind.unique(dim=0, return_inverse=True)
+    kinds, which = torch.stack((count, height, partial.long()), -1).unique(dim=0, return_inverse=True)
     members = which.argsort(stable=True).split(which.bincount(minlength=len(kinds)).tolist())
-    buckets = [
+    return [
         _Bucket(
             strip=chosen,
             height=rows,
-            tiles=(
-                listed.entries[offsets[chosen, None] + torch.arange(tiles, device=chosen.device)] >> 1
-            ).long(),
+            tiles=(listed.entries[offsets[chosen, None] + torch.arange(n, device=chosen.device)] >> 1).long(),
             partial=bool(masked),
         )
-        for (tiles, rows, masked), chosen in zip(kinds.tolist(), members)
-        if tiles
-    ]
-    masks = sum(len(b.strip) * b.height * b.tiles.shape[1] * BLOCK for b in buckets if b.partial)
-    if masks > _KEEP_MASK_BELOW:
-        return buckets
-    everything = slice(None)
-    return [
-        replace(b, hidden=_hidden(plan, *_places(plan, b, everything))) if b.partial else b for b in buckets
+        for (n, rows, masked), chosen in zip(kinds.tolist(), members)
+        if n
     ]
 
 
 def _places(plan: MaskPlan, bucket: _Bucket, part: slice) -> tuple[Tensor, Tensor, Tensor]:
-    """Of some panels: mask (b, m) ``[P, 1]``, rows ``[P, R]``, columns ``[P, W]`` (some perhaps beyond Nk)."""
+    """Of some panels: mask (b, m) ``[P, 1]``, rows ``[P, R]``, columns ``[P, W]``, perhaps beyond Nk."""
     strip, tiles = bucket.strip[part, None], bucket.tiles[part, :, None]
     strips = -(-plan.rows // BLOCK)
     cell = torch.arange(BLOCK, device=strip.device)
     return strip // strips, strip % strips * BLOCK + cell[: bucket.height], (tiles * BLOCK + cell).flatten(1)
 
 
-def _hidden(plan: MaskPlan, mask: Tensor, row: Tensor, column: Tensor) -> Tensor:
-    """Which columns rows don't see, bool ``[P, 1, R, W]``."""
+def _bias(plan: MaskPlan, mask: Tensor, row: Tensor, column: Tensor) -> Tensor:
+    """-inf where rows don't see columns, else 0; float32 ``[P, 1, 1, R, W]``."""
     bounds = plan.intervals.flatten(0, 1)[mask, column.clamp(max=plan.columns - 1)]  # [P, W, K, 2]
     row = row[:, :, None].int()
     hidden = (column >= plan.columns)[:, None].expand(-1, row.shape[1], -1)
     for low, high in zip(*(bound.unbind(-1) for bound in bounds.unsqueeze(1).unbind(-1))):
         hidden = hidden | ((row >= low) & (row < high))
-    return hidden.unsqueeze(1)
+    return torch.zeros(hidden.shape, device=row.device).masked_fill_(hidden, float("-inf"))[:, None, None]
 
 
 def _flat(tensor: Tensor, plan: MaskPlan, key_heads: int) -> Tensor:

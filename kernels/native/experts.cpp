@@ -34,6 +34,7 @@ namespace {
 
 constexpr int CHUNK = 96;
 constexpr int SLICE = 96;   // rows of a weight's gradient that one task makes
+constexpr int FEW = 8;      // rows of an expert up to which its weights are used as they lie
 constexpr int DEPTH = 256;  // steps of K that stay in the first-level cache
 constexpr int LINES = DEPTH * PANEL * 4 / 64 / (CHUNK / TILE_ROWS);  // of the next block, asked for by every group of rows
 constexpr float LOG2E = 1.44269504088896341f;
@@ -66,12 +67,48 @@ void deep_product(int rows, int panels, int depth, Left<float> a, const float* b
     }
 }
 
-// Weights of all experts in panels, made in parallel: ``pack`` fills one expert's.
+// C = A W^T with W as it lies, [n x depth]: for so few rows packing W would cost more than using it.
+template <int ROWS, class W>
+void direct_rows(int n, int depth, const float* a, int a_row, const W* w, float* c, ptrdiff_t c_row) {
+  constexpr int BLOCK = ROWS <= 2 ? 4 : 2;
+  const int whole = depth / LANES * LANES;
+  for (int first = 0; first < n; first += BLOCK) {
+    const int here = std::min(BLOCK, n - first);
+    const W* source[BLOCK];
+    for (int i = 0; i < BLOCK; i++) source[i] = w + (ptrdiff_t)(first + std::min(i, here - 1)) * depth;
+    Vector sum[ROWS][BLOCK] = {};
+    for (int k = 0; k < whole; k += LANES)
+#pragma GCC unroll 4
+      for (int i = 0; i < BLOCK; i++) {
+        const Vector weight = load(source[i] + k);
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; r++) sum[r][i] += weight * load(a + r * a_row + k);
+      }
+    for (int r = 0; r < ROWS; r++)
+      for (int i = 0; i < here; i++) {
+        float total = sum_of(sum[r][i]);
+        for (int k = whole; k < depth; k++) total += to_float(source[i][k]) * a[r * a_row + k];
+        c[r * c_row + first + i] = total;
+      }
+  }
+}
+
+template <class W>
+void direct_product(int rows, int n, int depth, const float* a, int a_row, const W* w, float* c, ptrdiff_t c_row) {
+  for (int r = 0; r < rows; r += 4, a += 4 * a_row, c += 4 * c_row) switch (std::min(4, rows - r)) {
+      case 1: direct_rows<1>(n, depth, a, a_row, w, c, c_row); break;
+      case 2: direct_rows<2>(n, depth, a, a_row, w, c, c_row); break;
+      case 3: direct_rows<3>(n, depth, a, a_row, w, c, c_row); break;
+      default: direct_rows<4>(n, depth, a, a_row, w, c, c_row);
+    }
+}
+
+// Weights of the experts with at least ``least`` rows in panels, made in parallel: ``pack`` fills one expert's.
 template <class Pack>
-int pack_experts(const Experts& a, Pack pack) {
+int pack_experts(const Experts& a, int least, Pack pack) {
   return parallel(a.experts, a.threads, [&] {
     return [&](int64_t e) {
-      if (a.offsets[e] < a.offsets[e + 1]) pack(e);
+      if (a.offsets[e + 1] - a.offsets[e] >= least) pack(e);
     };
   });
 }
@@ -119,7 +156,7 @@ int forward(const Experts& a) {
   const W *gate_up = static_cast<const W*>(a.gate_up), *down = static_cast<const W*>(a.down);
   Buffer<float> in_panels(a.experts * 2 * hp * d), out_panels(a.experts * dp * h);
   Buffer<float> rows_out((size_t)a.rows * dp);
-  int failure = pack_experts(a, [&](int64_t e) {
+  int failure = pack_experts(a, FEW + 1, [&](int64_t e) {
     float* to = in_panels.data + e * 2 * hp * d;
     pack_transposed(to, gate_up + e * 2 * h * d, d, h, hp, d, d);
     pack_transposed(to + (ptrdiff_t)hp * d, gate_up + (e * 2 + 1) * h * d, d, h, hp, d, d);
@@ -132,9 +169,17 @@ int forward(const Experts& a) {
     return [&, scratch](int64_t task) {
       const Chunk c = chunks[task];
       float *x = scratch->data, *hidden = x + CHUNK * d, *gates = a.gates + c.first * 2 * hp;
+      const bool few = a.offsets[c.expert + 1] - a.offsets[c.expert] <= FEW;
       gather(x, input, a.slot + c.first, c.rows, a.slots, d, d);
-      deep_product(c.rows, 2 * hp / PANEL, d, {x, d, 1, 0}, in_panels.data + (ptrdiff_t)c.expert * 2 * hp * d,
-                   (ptrdiff_t)d * PANEL, gates, 2 * hp);
+      if (few) {
+        const W* w = gate_up + (ptrdiff_t)c.expert * 2 * h * d;
+        std::fill(gates, gates + (ptrdiff_t)c.rows * 2 * hp, 0.0f);
+        direct_product(c.rows, h, d, x, d, w, gates, 2 * hp);
+        direct_product(c.rows, h, d, x, d, w + (ptrdiff_t)h * d, gates + hp, 2 * hp);
+      } else {
+        deep_product(c.rows, 2 * hp / PANEL, d, {x, d, 1, 0}, in_panels.data + (ptrdiff_t)c.expert * 2 * hp * d,
+                     (ptrdiff_t)d * PANEL, gates, 2 * hp);
+      }
       for (int r = 0; r < c.rows; r++) {
         const float *gate = gates + (ptrdiff_t)r * 2 * hp, *up = gate + hp;
         const Vector weight = broadcast(a.combine[a.slot[c.first + r]]);
@@ -143,8 +188,14 @@ int forward(const Experts& a) {
           store(hidden + r * hp + i, g * sigmoid(g) * load(up + i) * weight);
         }
       }
-      deep_product(c.rows, dp / PANEL, h, {hidden, hp, 1, 0}, out_panels.data + (ptrdiff_t)c.expert * dp * h,
-                   (ptrdiff_t)h * PANEL, rows_out.data + c.first * dp, dp);
+      float* out = rows_out.data + c.first * dp;
+      if (few) {
+        for (int r = 0; r < c.rows; r++) std::fill(out + r * dp + d, out + (r + 1) * dp, 0.0f);
+        direct_product(c.rows, d, h, hidden, hp, down + (ptrdiff_t)c.expert * d * h, out, dp);
+      } else {
+        deep_product(c.rows, dp / PANEL, h, {hidden, hp, 1, 0}, out_panels.data + (ptrdiff_t)c.expert * dp * h,
+                     (ptrdiff_t)h * PANEL, out, dp);
+      }
     };
   });
   return failure ? failure : combine_rows(a, rows_out.data, dp, a.out);
@@ -194,7 +245,7 @@ int backward(const Experts& a) {
   // By rows: the gates' gradients as they lie; by chunks in panels: hidden states and inputs.
   Buffer<float> slopes((size_t)a.rows * 2 * hp), hidden_panels((size_t)a.rows * hp), input_panels((size_t)a.rows * dp);
   Buffer<float> rows_out((size_t)a.rows * dp);
-  int failure = pack_experts(a, [&](int64_t e) {
+  int failure = pack_experts(a, 1, [&](int64_t e) {
     pack_panels(down_panels.data + e * hp * d, down + e * d * h, h, d, d, h, hp);
     // Rows h..hp meet only zeros of the padded gates; they are packed as zeros.
     float* to = gate_up_panels.data + e * dp * 2 * hp;

@@ -102,6 +102,12 @@ INLINE uint16_t to_bf16(float x) {  // round to nearest even; NaN stays NaN
 }
 
 struct bf16 { uint16_t bits; };
+typedef uint16_t Halves __attribute__((vector_size(2 * VECTOR_LANES)));
+INLINE Vector load(const bf16* p) {
+  Halves h;
+  std::memcpy(&h, p, sizeof h);
+  return (Vector)(__builtin_convertvector(h, Unsigned) << 16);
+}
 INLINE float to_float(float x) { return x; }
 INLINE float to_float(bf16 x) { return from_bf16(x.bits); }
 INLINE void put(float* p, float x) { *p = x; }
