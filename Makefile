@@ -60,7 +60,7 @@ format: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
-	@for script in benchmarks/*.py; do \
+	@for script in benchmarks/[!_]*.py; do \
 		test -e "$$script" || { echo "benchmarks/ holds no script"; break; }; \
 		echo "== $$script"; $(BIN)/python "$$script" $(ARGS) || exit 1; \
 	done

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from ernie5.kernels import experts_native
 from ernie5.kernels.dispatch import dispatch_order
 
-BACKENDS = ("auto", "native", "grouped", "reference")
+BACKENDS = ("auto", "native", "grouped", "triton", "reference")
 
 
 def sparse_swiglu(
@@ -38,7 +38,7 @@ def sparse_swiglu(
         valid_Tk: slots to compute; the others cost nothing. All, if None.
         backend: one of ``BACKENDS``; None takes the environment's ``ERNIE_MULTI_EXPERTS`` or ``auto``: the
             C++ kernels for float32 on CPUs, and for bfloat16 where the CPU has no instruction for it; else
-            torch's ``grouped_mm``.
+            torch's ``grouped_mm``. ``triton`` is for NVIDIA GPUs and for inference only: it has no gradient.
 
     Returns:
         float32 ``[T, d]``. No token is dropped; experts without tokens cost nothing.
@@ -52,6 +52,10 @@ def sparse_swiglu(
         return sparse_swiglu_reference(x_Td, gate_up_E2hd, down_Edh, expert_Tk, weight_Tk, valid_Tk)
     if chosen == "native":
         return experts_native.sparse_swiglu(x_Td, gate_up_E2hd, down_Edh, expert_Tk, weight_Tk, valid_Tk)
+    if chosen == "triton":
+        from ernie5.kernels.experts_triton import sparse_swiglu_triton
+
+        return sparse_swiglu_triton(x_Td, gate_up_E2hd, down_Edh, expert_Tk, weight_Tk, valid_Tk)
     return _sparse_swiglu_grouped(x_Td, gate_up_E2hd, down_Edh, expert_Tk, weight_Tk, valid_Tk)
 
 
@@ -106,6 +110,8 @@ def _choose(x: Tensor, backend: str | None) -> str:
         raise ValueError(f"unknown expert backend {wanted!r}; known: {', '.join(BACKENDS)}")
     if wanted == "native" and not experts_native.supports(x):
         raise ValueError(f"the native expert kernels do not take {x.dtype} on {x.device} here")
+    if wanted == "triton" and (x.device.type != "cuda" or torch.is_grad_enabled()):
+        raise ValueError(f"the Triton expert kernel is for inference on an NVIDIA GPU, got {x.device}")
     if wanted != "auto":
         return wanted
     return "native" if experts_native.prefers(x) else "grouped"

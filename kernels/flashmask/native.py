@@ -95,8 +95,9 @@ def _native_mask(plan: MaskPlan) -> NativeMask:
 
 def _blocks(plan: MaskPlan) -> tuple[int, int]:
     """Tile sizes: small ones waste less at the edges of short documents, and cost little elsewhere; very
-    long rows take larger ones, so that the lists stay at a few megabytes."""
-    return (48, 32) if plan.rows * plan.columns <= 1 << 28 else (96, 64)
+    long rows take larger ones, so that the lists stay at a few megabytes. Columns fill whole panels."""
+    columns = 48 if 48 % _library().vector_panel() == 0 else 64
+    return (48, columns) if plan.rows * plan.columns <= 1 << 28 else (96, 2 * columns)
 
 
 def native_forward(
@@ -172,7 +173,7 @@ def _found() -> bool:
 @functools.cache
 def _library() -> ctypes.CDLL:
     library = build.library()
-    library.flashmask_attention_size.restype = ctypes.c_int64
+    library.flashmask_attention_size.restype = library.vector_panel.restype = ctypes.c_int64
     assert library.flashmask_attention_size() == ctypes.sizeof(_Attention)
     return library
 

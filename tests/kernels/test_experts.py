@@ -13,7 +13,15 @@ native = pytest.mark.skipif(
 )
 FAST = ["grouped", pytest.param("native", marks=native)]
 # tokens, slots, experts, width, hidden: one of each, odd sizes, several chunks, several blocks of the depth
-SHAPES = [(1, 1, 3, 8, 8), (5, 4, 4, 30, 21), (11, 3, 5, 64, 37), (37, 2, 5, 16, 12), (64, 4, 4, 24, 20), (500, 2, 3, 40, 56), (130, 2, 4, 300, 280)]
+SHAPES = [
+    (1, 1, 3, 8, 8),
+    (5, 4, 4, 30, 21),
+    (11, 3, 5, 64, 37),
+    (37, 2, 5, 16, 12),
+    (64, 4, 4, 24, 20),
+    (500, 2, 3, 40, 56),
+    (130, 2, 4, 300, 280),
+]
 
 
 def problem(shape, dtype=torch.float32, weight_dtype=torch.float32, seed=0):

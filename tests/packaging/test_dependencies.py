@@ -46,8 +46,7 @@ def third_party(path: Path) -> Iterator[str]:
 
 
 def test_every_import_is_declared() -> None:
-    # Optional accelerators, asked for inside a try block.
-    known = declared("all") | {"triton", "torchaudio"}
+    known = declared("all", "gpu")
     for folder in FOLDERS:
         for path in (ROOT / folder).rglob("*.py"):
             missing = set(third_party(path)) - known
