@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -45,6 +45,7 @@ class RowBatch:
     audio_target: Tensor
     lengths: list[list[int]]
     group: Tensor  # int8 [B, N]: what kind of position, for routing tables: see GROUPS
+    _plan: MaskPlan | None = field(default=None, repr=False)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -55,7 +56,10 @@ class RowBatch:
         return int(self.sample.max()) + 1
 
     def plan(self) -> MaskPlan:
-        return MaskPlan.from_intervals(self.intervals, self.positions.shape[1])
+        """The rows' mask, prepared once: it has to live until the backward pass."""
+        if self._plan is None:
+            self._plan = MaskPlan.from_intervals(self.intervals, self.positions.shape[1])
+        return self._plan
 
 
 GROUPS = ("text", "image understanding", "image generation", "audio")

@@ -4,8 +4,8 @@ Usage: python benchmarks/experts.py [--quick] [--threads N] [--rounds N]
 
 Three shapes: the `mini` preset's, and d=256 and d=768 as in published measurements of such layers. Every arm
 gets the same routed tokens and does the whole of it: dispatch, SwiGLU experts, weighted sum, and in the
-second half all gradients. Ratios are the rival's time over ours. `gemm_peak_fraction` is ours over the rate of
-torch.mm measured beside it, counted on the products alone (2 * rows * 3 d h forward, three times that with
+second half all gradients. Ratios are the rival's time over ours. `gemm_peak_fraction` is ours over the rate
+of torch.mm measured beside it, counted on the products alone (2 * rows * 3 d h forward, three times that with
 the backward pass); `imbalanced` routes half of all slots to one expert. The last line is JSON.
 """
 

@@ -246,6 +246,95 @@ def predict(
             typer.echo(out / name)
 
 
+@app.command()
+def routing(
+    checkpoint: Annotated[
+        Path | None, typer.Argument(help="A model folder or a run. Default: the newest run's model.")
+    ] = None,
+    out: OutFolder = Path("runs/routing"),
+    data: Annotated[str, typer.Option("--data", "-d", help="Corpus of the samples to route.")] = "mini",
+    split: Annotated[str, typer.Option(help="Its part: train or test.")] = "test",
+    samples: Annotated[int, typer.Option(min=1, help="Samples, spread evenly over the corpus.")] = 200,
+    depth: Annotated[float | None, typer.Option(help="Share of the layers of a sub-network.")] = None,
+    experts: Annotated[float | None, typer.Option(help="Share of its experts.")] = None,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Its experts a token.")] = None,
+) -> None:
+    """Show which experts a model uses for what: tables, a picture and JSON by kind of position and layer."""
+    _function("ernie_multi.routing", "run")(
+        checkpoint, out, data=data, split=split, samples=samples, depth=depth, width=experts, top_k=top_k
+    )
+
+
+DataOption = Annotated[str, typer.Option("--data", "-d", help="Corpus to calibrate on, by name or path.")]
+TasksOption = Annotated[
+    str | None, typer.Option("--tasks", help="Its tasks, joined by commas. Default: all.")
+]
+SamplesOption = Annotated[int, typer.Option("--samples", min=1, help="Samples of each task.")]
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="A trained model's folder, or a run's.")],
+    out: Annotated[Path, typer.Argument(help="Folder of the sub-model; must be empty or not there yet.")],
+    depth: Annotated[float | None, typer.Option(help="Share of the layers to keep, 0.6.")] = None,
+    experts: Annotated[float | None, typer.Option(help="Share of the experts to keep, 0.5.")] = None,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Experts a token.")] = None,
+    budget_memory: Annotated[
+        str | None, typer.Option(help="Choose the best sub-model whose weights take no more: 200MB.")
+    ] = None,
+    budget_latency: Annotated[
+        str | None,
+        typer.Option(help="… that answers twenty tokens to a picture in no more on one core: 150ms."),
+    ] = None,
+    tune: Annotated[int, typer.Option(min=0, help="Steps of training after extraction.")] = 0,
+    data: DataOption = "mini",
+    tasks: TasksOption = None,
+    samples: SamplesOption = 32,
+    seed: Annotated[int, typer.Option(help="Choice of the samples, and tuning.")] = 0,
+) -> None:
+    """Extract a sub-model, its layers and experts chosen by importance, as a model folder."""
+    _function("ernie_multi.elastic", "export")(
+        checkpoint,
+        out,
+        depth=depth,
+        experts=experts,
+        top_k=top_k,
+        budget_memory=budget_memory,
+        budget_latency=budget_latency,
+        tune=tune,
+        data=data,
+        tasks=tasks,
+        samples=samples,
+        seed=seed,
+    )
+
+
+@app.command()
+def elastic(
+    checkpoint: Annotated[Path, typer.Argument(help="A trained model's folder, or a run's.")],
+    data: DataOption = "mini",
+    tasks: TasksOption = None,
+    samples: SamplesOption = 32,
+    seed: Annotated[int, typer.Option(help="Choice of the samples.")] = 0,
+    latency: Annotated[bool, typer.Option(help="Time each sub-model.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Picture to write; default in the model's folder.")
+    ] = None,
+) -> None:
+    """Measure what sub-models of a model lose and cost: a table, a plot, the Pareto front."""
+    _function("ernie_multi.elastic", "elastic")(
+        checkpoint,
+        data=data,
+        tasks=tasks,
+        samples=samples,
+        seed=seed,
+        latency=latency,
+        as_json=as_json,
+        plot=plot,
+    )
+
+
 @corpus_app.command("build")
 def corpus_build(
     name: Annotated[str, typer.Argument(help="See `ernie-multi corpus list`.")],
@@ -308,6 +397,49 @@ def tokenizer_train(context: typer.Context, name: Annotated[Tokenizer, typer.Arg
 def tokenizer_evaluate(context: typer.Context, name: Annotated[Tokenizer, typer.Argument()]) -> None:
     """Measure a tokenizer on held-out media; `… evaluate NAME --help` lists the options."""
     _run_recipe("evaluate", name, context.args)
+
+
+class WeightType(StrEnum):
+    """Number format of exported weights."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+@app.command("export-hf")
+def export_hf(
+    model: Annotated[Path, typer.Argument(help="A trained model's folder, or a run's.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write; must be empty or not there yet.")],
+    depth: Annotated[float | None, typer.Option(help="Share of the layers to keep.")] = None,
+    width: Annotated[float | None, typer.Option(help="Share of the experts to keep.")] = None,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Experts a token.")] = None,
+    dtype: Annotated[WeightType, typer.Option(help="Number format of the weights.")] = WeightType.float32,
+) -> None:
+    """Write a model's text path as a Hugging Face folder, for transformers or vLLM."""
+    _function("ernie_multi.interop", "export_hf")(
+        model, out, depth=depth, width=width, top_k=top_k, dtype=dtype.value
+    )
+
+
+@app.command("import-hf")
+def import_hf(
+    source: Annotated[Path, typer.Argument(help="Folder with an Ernie4.5 or Ernie4.5-MoE network.")],
+    out: Annotated[Path, typer.Argument(help="Model folder to write; must be empty or not there yet.")],
+    experts: Annotated[
+        int | None, typer.Option(min=1, help="Routed experts to give to a dense network; default 8.")
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(min=1, help="How many of those a token gets; default 2.")
+    ] = None,
+    expert_width: Annotated[
+        int | None, typer.Option(min=8, help="Width of those; default an eighth of the dense layers.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the weights that the folder lacks.")] = 0,
+) -> None:
+    """Turn a Hugging Face network of the Ernie 4.5 family into a model to train."""
+    _function("ernie_multi.interop", "import_hf")(
+        source, out, experts=experts, top_k=top_k, expert_width=expert_width, seed=seed
+    )
 
 
 @app.command()

@@ -47,6 +47,8 @@ class ErnieMulti:
         url: address of a gateway (``http://127.0.0.1:8080/v1``); then ``model`` is a name there, which may
             ask for a part of the model (``mini:d60-w50-k1``).
         api_key: for the gateway; default ``ERNIE_MULTI_API_KEY``.
+        expert_memory: how much of the experts' weights to hold in memory, ``"50MB"``; the others stay in the
+            model's file until they are wanted. Answers are the same. All, by default.
 
     Raises:
         InvalidInputError: there is no model; the message names `make demo`.
@@ -59,12 +61,18 @@ class ErnieMulti:
         *,
         api_key: str | None = None,
         timeout_s: float = 300.0,
+        expert_memory: str | None = None,
     ) -> None:
         self._local: LocalModel | None = None
         self._gateway: httpx.Client | None = None
         self._name = ""
         url = url or (os.environ.get(URL_VARIABLE) if model is None else None)
         if url is not None:
+            if expert_memory is not None:
+                raise InvalidInputError(
+                    "expert_memory is for a model in this process; a gateway's workers have their own",
+                    param="expert_memory",
+                )
             key = api_key or os.environ.get(KEY_VARIABLE)
             headers = {"Authorization": f"Bearer {key}"} if key else {}
             base = url.rstrip("/")
@@ -73,9 +81,11 @@ class ErnieMulti:
             self._name = str(model) if model is not None else ""
             return
         folder = find_model(model)
+        from ernie5.backbone.inference.offload import parse_bytes
         from ernie_multi.local import LocalModel
 
-        self._local = LocalModel(folder)
+        memory = None if expert_memory is None else parse_bytes(expert_memory)
+        self._local = LocalModel(folder, expert_memory=memory)
 
     def predict(self, inputs: Mapping[str, Any], **options: Any) -> Prediction:
         """Answer a question made of any of ``text``, ``image`` and ``audio``.

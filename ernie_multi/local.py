@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from ernie5.backbone.inference.engine import InferenceEngine
+from ernie5.backbone.inference.offload import load_offloaded
 from ernie5.backbone.training.checkpoint import load_model
 from ernie5.protocol.errors import ErnieMultiError, TokenizerMismatchError
 from ernie5.protocol.generation import (
@@ -41,14 +42,26 @@ class Answer:
 class LocalModel:
     """A model folder with the tokenizers it was trained with.
 
+    Args:
+        expert_memory: bytes of expert weights to hold in memory, the others stay in the file; None holds all.
+
     Raises:
-        InvalidInputError: there is no model in ``folder``.
+        InvalidInputError: there is no model in ``folder``, or the memory holds no expert.
         TokenizerMismatchError: the installed tokenizers are not those of its training.
     """
 
-    def __init__(self, folder: Path, *, capacity: int = 16, max_length: int = 1024) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        capacity: int = 16,
+        max_length: int = 1024,
+        expert_memory: int | None = None,
+    ) -> None:
         self.folder = folder
-        self.model, self.hashes = load_model(folder)
+        self.model, self.hashes = (
+            load_model(folder) if expert_memory is None else load_offloaded(folder, expert_memory)
+        )
         self.engine = InferenceEngine(self.model, self.hashes, capacity=capacity, max_length=max_length)
         self._tokenizers: dict[str, Tokenizer] = {}
 
@@ -61,7 +74,9 @@ class LocalModel:
     def tokenizer(self, service: str) -> Tokenizer:
         """The tokenizer of a service, loaded on first use."""
         if service not in self._tokenizers:
-            tokenizer = load_tokenizer(service)
+            own = self.folder / "text.model"  # an imported network keeps its own text tokenizer
+            foreign = service == "text" and own.is_file()
+            tokenizer = TextTokenizer.load(own) if foreign else load_tokenizer(service)
             expected = self.hashes.get(service)
             if expected is not None and tokenizer.hash != expected:
                 raise TokenizerMismatchError(

@@ -64,7 +64,8 @@ class EngineSettings(Settings):
     """How an inference worker runs its model.
 
     ``capacity`` requests run in one batch, each of at most ``max_length`` positions. ``threads`` are torch's;
-    0 leaves its own number.
+    0 leaves its own number. ``expert_memory`` (``50MB``) bounds the experts' weights in memory, the others
+    stay in the model's file; empty holds all.
     """
 
     section: ClassVar[str] = "engine"
@@ -72,6 +73,7 @@ class EngineSettings(Settings):
     capacity: Annotated[int, Field(ge=1)] = 16
     max_length: Annotated[int, Field(ge=16)] = 1024
     threads: Annotated[int, Field(ge=0)] = 0
+    expert_memory: str = ""
 
 
 def stop_on_signals() -> threading.Event:
@@ -133,6 +135,7 @@ def run_inference() -> None:
     import torch
 
     from ernie5.backbone.inference.engine import InferenceEngine
+    from ernie5.backbone.inference.offload import OffloadedBackbone, load_offloaded, parse_bytes
     from ernie5.backbone.training.checkpoint import load_model
     from ernie5.services.generation_stream import WorkerInfo
     from ernie5.services.inference import InferenceSettings, InferenceWorker
@@ -140,7 +143,11 @@ def run_inference() -> None:
 
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    model, tokenizers = load_model(folder)
+    model, tokenizers = (
+        load_offloaded(folder, parse_bytes(settings.expert_memory))
+        if settings.expert_memory
+        else load_model(folder)
+    )
     engine = InferenceEngine(model, tokenizers, capacity=settings.capacity, max_length=settings.max_length)
     info = WorkerInfo(
         models=(model.config.name,),
@@ -151,6 +158,8 @@ def run_inference() -> None:
     client = connect(load_settings(RedisSettings))
     print(f"inference serves {model.config.name} of {folder}", flush=True)
     InferenceWorker(engine, client, info, load_settings(InferenceSettings)).run(stop)
+    if isinstance(model, OffloadedBackbone):
+        print(f"inference: experts in the file: {model.store.stats.as_json()}", flush=True)
 
 
 def _wait_for_model(stop: threading.Event) -> Path | None:

@@ -21,7 +21,15 @@ from ernie5.backbone.inference.answer import Answer, Chunk, allowed_ids, can_gen
 from ernie5.backbone.inference.cache import KeyValueCache
 from ernie5.backbone.inference.prompt import lay_out_prompt
 from ernie5.backbone.inference.sampler import draw, draw_bits, draw_rows
-from ernie5.backbone.layout import MAX_SCALES, SampleLayout, cell_positions, history_matrix
+from ernie5.backbone.layout import (
+    FRAME,
+    MAX_SCALES,
+    SCALE,
+    TOKEN,
+    SampleLayout,
+    cell_positions,
+    history_matrix,
+)
 from ernie5.backbone.layout import code_signs as signs
 from ernie5.backbone.model.heads import TeacherForcing
 from ernie5.backbone.model.transformer import Backbone
@@ -33,6 +41,8 @@ from ernie5.protocol.grids import schedule_for
 from ernie5.protocol.modalities import modality_of
 from ernie5.protocol.tokens import CodebooksLayout, ScalesLayout, TokenSpan
 from ernie5.protocol.vocabulary import UnifiedVocabulary
+
+_GROUP_OF_CHUNK = {"token": TOKEN, "frame": FRAME, "scale": SCALE}  # for pools isolated by kind of position
 
 FRAME_RATE, SAMPLE_RATE = 12.5, 16000
 
@@ -203,11 +213,13 @@ class InferenceEngine:
             torch.tensor([at for _, at in sounding], dtype=torch.long),
         )
         first = batch[0][0].subnetwork
+        routing = first.routing()
+        routing.group = row.group.flatten()
         hidden = model.run(
             model.embeddings(row),
             row.positions,
             attend,
-            first.routing(),
+            routing,
             layers=first.layers,
             audio=_Both(forced, drawn),
         )[0]
@@ -255,7 +267,9 @@ class InferenceEngine:
             torch.tensor([index for index, _ in sounding], dtype=torch.long),
         )
         sub = answers[0].subnetwork
-        hidden = model.run(x, positions, attend, sub.routing(), layers=sub.layers, audio=drawn)
+        routing = sub.routing()
+        routing.group = torch.full((len(answers) * count,), _GROUP_OF_CHUNK[kind])
+        hidden = model.run(x, positions, attend, routing, layers=sub.layers, audio=drawn)
         frames = dict(zip([answer.request.id for _, answer in sounding], drawn.frames() if sounding else []))
         for index, answer in enumerate(answers):
             self._decide(answer, hidden[index], frames.get(answer.request.id), events)

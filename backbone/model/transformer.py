@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +28,13 @@ from ernie5.kernels.flashmask import flashmask_attention
 class Block(nn.Module):
     """One pre-norm layer: attention, then the sparse feed-forward."""
 
-    def __init__(self, config: BackboneConfig) -> None:
+    def __init__(self, config: BackboneConfig, layer: int = 0) -> None:
         super().__init__()
         self.epsilon = config.norm_epsilon
         self.attention_norm = nn.Parameter(torch.ones(config.width))
         self.attention = Attention(config)
         self.feed_forward_norm = nn.Parameter(torch.ones(config.width))
-        self.feed_forward = SparseFeedForward(config)
+        self.feed_forward = SparseFeedForward(config, layer)
 
     def forward(
         self, x_BNd: Tensor, turn: Tensor, attend: Attend, routing: Routing, layer: int, dtype: torch.dtype
@@ -47,16 +48,24 @@ class Block(nn.Module):
 
 @dataclass
 class Outputs:
-    """Logits at the positions that predict something.
+    """What is known at the positions that predict something.
 
-    ``text`` ``[n, V + markers]``, ``bits`` ``[c, bits]`` (log-odds of a set bit), ``audio`` per level
-    ``[a, codebook + 1]``, ``hidden`` ``[B, N, d]`` after the final norm.
+    ``text_hidden`` ``[n, d]`` in the compute dtype and ``text_head`` ``[V + markers, d]`` give the text
+    logits, ``bits`` ``[c, bits]`` (log-odds of a set bit), ``audio`` per level ``[a, codebook + 1]``,
+    ``hidden`` ``[B, N, d]`` after the final norm.
     """
 
-    text: Tensor
+    text_hidden: Tensor
+    text_head: Tensor
     bits: Tensor
     audio: list[Tensor]
     hidden: Tensor
+
+    @cached_property
+    def text(self) -> Tensor:
+        """float32 text logits ``[n, V + markers]``, made when asked for: the loss does without them."""
+        with torch.inference_mode(self.text_hidden.is_inference()):
+            return F.linear(self.text_hidden, self.text_head.to(self.text_hidden.dtype)).float()
 
 
 class Backbone(nn.Module):
@@ -67,7 +76,7 @@ class Backbone(nn.Module):
         self.config = config
         self.compute_dtype = torch.float32
         self.embeddings = Embeddings(config)
-        self.layers = nn.ModuleList([Block(config) for _ in range(config.layers)])
+        self.layers = nn.ModuleList([Block(config, layer) for layer in range(config.layers)])
         self.final_norm = nn.Parameter(torch.ones(config.width))
         self.heads = Heads(config)
         self.initialise(seed)
@@ -104,6 +113,9 @@ class Backbone(nn.Module):
     ) -> Outputs:
         """Packed rows to logits; ``layers`` lists those to run, ascending (all by default)."""
         plan = batch.plan()
+        routing = routing or Routing()
+        if routing.group is None:
+            routing.group = batch.group.flatten()
 
         def attend(_: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return flashmask_attention(query, key, value, plan=plan)
@@ -113,13 +125,14 @@ class Backbone(nn.Module):
             self.embeddings(batch),
             batch.positions,
             attend,
-            routing or Routing(),
+            routing,
             layers=layers,
             audio=teacher,
         )
         flat = hidden.flatten(0, 1)
         return Outputs(
-            text=self.text_logits(flat.index_select(0, batch.text_at)),
+            text_hidden=flat.index_select(0, batch.text_at).to(self.compute_dtype),
+            text_head=self.embeddings.token,
             bits=self.heads.bits(flat.index_select(0, batch.bits_at)),
             audio=teacher.logits,
             hidden=hidden,

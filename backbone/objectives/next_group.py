@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from ernie5.backbone.config import BackboneConfig
 from ernie5.backbone.model.transformer import Outputs
 from ernie5.backbone.rows import RowBatch
+from ernie5.kernels.cross_entropy import linear_cross_entropy
 
 MODALITIES = ("text", "vision", "audio")
 
@@ -49,14 +50,13 @@ def target_counts(batch: RowBatch) -> dict[str, float]:
 
 def loss_sums(outputs: Outputs, batch: RowBatch) -> LossSums:
     """Summed losses of one forward pass; visual cells are means over bits, weighted by scale."""
-    text = F.cross_entropy(outputs.text, batch.text_target, reduction="none")
-    text = (text * batch.text_weight).sum()
+    text = linear_cross_entropy(outputs.text_hidden, outputs.text_head, batch.text_target, batch.text_weight)
     bits = outputs.bits.shape[-1]
     shifts = torch.arange(bits, device=outputs.bits.device)
     wanted = ((batch.bits_target.to(torch.int64)[:, None] >> shifts) & 1).float()
     vision = F.binary_cross_entropy_with_logits(outputs.bits, wanted, reduction="none").mean(-1)
     vision = (vision * batch.bits_weight).sum()
-    audio = outputs.text.new_zeros(())
+    audio = text.new_zeros(())
     for level, logits in enumerate(outputs.audio):
         audio = audio + F.cross_entropy(logits, batch.audio_target[:, level], reduction="sum")
     return LossSums({"text": text, "vision": vision, "audio": audio}, target_counts(batch))

@@ -16,12 +16,17 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from ernie5.backbone.config import BackboneConfig
-from ernie5.backbone.elastic.draws import draw_layers, routing_for
+from ernie5.backbone.elastic.draws import StepDraws
+from ernie5.backbone.elastic.ramp import AXES, Axis, elastic_share, scaled
 from ernie5.backbone.layout import SampleLayout, lay_out
-from ernie5.backbone.model.experts import Routing
+from ernie5.backbone.model.balance import RoutingSums
+from ernie5.backbone.model.router import Routing
 from ernie5.backbone.model.transformer import Backbone
+from ernie5.backbone.objectives.complexity import estimate_losses
+from ernie5.backbone.objectives.distillation import text_distillation
 from ernie5.backbone.objectives.next_group import (
     MODALITIES,
+    LossSums,
     LossWeights,
     loss_sums,
     target_counts,
@@ -48,6 +53,10 @@ class TrainingConfig(BaseModel):
     warm-up/stable/decay schedule over ``steps``; code embeddings take ``code_learning_rate_factor`` times as
     much. A step's rows run in microbatches of at most ``microbatch_rows``, ``threads`` of them at a time (0:
     as many as torch has threads); the number of threads changes no result.
+
+    On ``elastic_ramp_axes`` the probabilities of reduced draws grow over the first ``elastic_ramp`` share of
+    the steps and fall over the last ``elastic_calm`` share. Text in rows of reduced depth learns to the share
+    ``distillation`` from the full model, at the price of another forward pass of those rows.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -70,6 +79,10 @@ class TrainingConfig(BaseModel):
     text_weight: float = Field(default=1.0, ge=0)
     vision_weight: float = Field(default=1.0, ge=0)
     audio_weight: float = Field(default=1.0, ge=0)
+    elastic_ramp: float = Field(default=0.0, ge=0, le=1)
+    elastic_calm: float = Field(default=0.0, ge=0, le=1)
+    elastic_ramp_axes: tuple[Axis, ...] = AXES
+    distillation: float = Field(default=0.0, ge=0, le=1)
 
 
 @dataclass
@@ -87,6 +100,7 @@ class StepReport:
     next_position: int
     seconds: float
     load_imbalance: float
+    experts_per_token: float | None = None
     rows_by_depth: dict[int, int] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
@@ -134,7 +148,11 @@ class Trainer:
             tokenizers: service name to tokenizer hash, tied to the model.
             on_checkpoint: told the stream position that a written checkpoint covers.
             on_skip: told position and reason of samples the model can't take.
+
+        Raises:
+            ValueError: a network that can answer but not be trained so.
         """
+        backbone.check_trainable()
         # Small products gain little from threads of their own; microbatches side by side keep cores busy.
         self.workers = training.threads or torch.get_num_threads()
         torch.set_num_threads(1)
@@ -210,7 +228,7 @@ class Trainer:
         for _ in range(3):
             batch = pack(rows, training.row_length, config)
             started = time.perf_counter()
-            sums = loss_sums(self.model(batch), batch)
+            sums = loss_sums(self.model(batch, routing=Routing(group=batch.group.flatten())), batch)
             weighted_loss(sums, sums.count, config, self.weights).backward()
             seconds.append(time.perf_counter() - started)
         self.optimizer.zero_grad(set_to_none=True)
@@ -253,9 +271,17 @@ class Trainer:
         started = time.perf_counter()
         training, config, model = self.training, self.model.config, self.model
         generator = np.random.Generator(np.random.Philox(key=[training.seed, self.step]))
+        share = elastic_share(
+            self.step, training.steps, ramp=training.elastic_ramp, calm=training.elastic_calm
+        )
+        drawn = config
+        if share < 1:
+            elastic = scaled(config.elastic, share, training.elastic_ramp_axes)
+            drawn = config.model_copy(update={"elastic": elastic})
+        draws = StepDraws(drawn, generator, self.step)
         groups: dict[tuple[int, ...], list[list[SampleLayout]]] = {}
         for row in packed.rows:
-            groups.setdefault(draw_layers(config, generator), []).append(row)
+            groups.setdefault(draws.layers(), []).append(row)
         microbatches = [
             (layers, pack(rows[start : start + training.microbatch_rows], training.row_length, config))
             for layers, rows in groups.items()
@@ -265,14 +291,14 @@ class Trainer:
         for _, batch in microbatches:
             for name, value in target_counts(batch).items():
                 counts[name] += value
-        jobs = [(layers, batch, self._routing(batch, generator), counts) for layers, batch in microbatches]
+        jobs = [(layers, batch, self._routing(batch, draws), counts) for layers, batch in microbatches]
         totals = dict.fromkeys(MODALITIES, 0.0)
-        load = torch.zeros(config.layers, config.experts)
+        routed = RoutingSums.of(config)
         loss_value = 0.0
         # Summed in the order of the rows, so that the result doesn't depend on who finishes first.
         for result in self._pool.map(lambda job: self._gradients(*job), jobs):
             loss_value += result.loss
-            load += result.load
+            routed.add_(result.routed)
             for name, value in result.totals.items():
                 totals[name] += value
             for parameter, gradient in zip(self._parameters, result.gradients):
@@ -286,13 +312,10 @@ class Trainer:
             group["lr"] = group["peak"] * factor
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        for index in range(config.layers):
-            if load[index].any():
-                model.feed_forward(index).balance(load[index])
+        routed.update(config, [model.feed_forward(index) for index in range(config.layers)])
         self.step += 1
         self.position = packed.next_position
         self.skipped += packed.skipped
-        busiest = load.amax(-1) / load.mean(-1).clamp(min=1e-9)
         return StepReport(
             step=self.step,
             losses={name: totals[name] / counts[name] for name in counts if counts[name]},
@@ -304,17 +327,16 @@ class Trainer:
             skipped=self.skipped,
             next_position=self.position,
             seconds=time.perf_counter() - started,
-            load_imbalance=float(busiest.mean()),
+            load_imbalance=routed.imbalance(),
+            experts_per_token=routed.experts_per_token(),
             rows_by_depth=dict(Counter(len(layers) for layers, rows in groups.items() for _ in rows)),
         )
 
-    def _routing(self, batch: RowBatch, generator: np.random.Generator) -> Routing:
+    def _routing(self, batch: RowBatch, draws: StepDraws) -> Routing:
         real = torch.zeros(batch.shape, dtype=torch.bool)
         for index, lengths in enumerate(batch.lengths):
             real[index, : sum(lengths)] = True
-        return routing_for(
-            self.model.config, batch.sample.flatten(), batch.samples, real.flatten(), generator
-        )
+        return draws.routing(batch.sample.flatten(), batch.samples, real.flatten(), batch.group.flatten())
 
     def _gradients(
         self, layers: tuple[int, ...], batch: RowBatch, routing: Routing, counts: dict[str, float]
@@ -323,21 +345,22 @@ class Trainer:
         config = self.model.config
         outputs = self.model(batch, layers=layers, routing=routing)
         sums = loss_sums(outputs, batch)
-        loss = weighted_loss(sums, counts, config, self.weights)
-        for term in routing.auxiliary:
+        learnt = dict(sums.total)
+        if self.training.distillation and len(layers) < config.layers:
+            term = text_distillation(self.model, batch, outputs)
+            learnt["text"] = learnt["text"] + self.training.distillation * term
+        loss = weighted_loss(LossSums(learnt, sums.count), counts, config, self.weights)
+        for term in (*routing.auxiliary, *estimate_losses(outputs, batch, routing)):
             # The step's rows share these terms, whatever microbatches they came in.
             loss = loss + term / len(layers) * (batch.shape[0] / self.training.rows)
         gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
-        load = torch.zeros(config.layers, config.experts)
-        for layer, chosen in routing.load.items():
-            load[layer] = chosen.float()
         totals = {name: float(value.detach()) for name, value in sums.total.items()}
-        return _Microbatch(float(loss.detach()), totals, load, gradients)
+        return _Microbatch(float(loss.detach()), totals, RoutingSums.of(config, [routing]), gradients)
 
 
 @dataclass
 class _Microbatch:
     loss: float
     totals: dict[str, float]
-    load: torch.Tensor
+    routed: RoutingSums
     gradients: tuple[torch.Tensor | None, ...]

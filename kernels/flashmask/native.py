@@ -130,18 +130,19 @@ def native_backward(
     inputs give equal bits on one number of threads."""
     query, key, value = _dense_last(query), _dense_last(key), _dense_last(value)
     grad_out = _dense_last(grad_out.to(query.dtype))
-    grads = tuple(torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in (query, key, value))
+    grad_query, grad_key, grad_value = (torch.empty(t.shape, dtype=t.dtype) for t in (query, key, value))
     call, kept = _describe(query, key, value, out, lse, plan, softmax_scale)
     mask = native_mask(plan)
     call.offsets, call.entries = mask.column_offsets.data_ptr(), mask.column_entries.data_ptr()
     call.grad_out = _strided(grad_out)
-    call.grad_query, call.grad_key, call.grad_value = (_strided(grad) for grad in grads)
+    call.grad_query, call.grad_key = _strided(grad_query), _strided(grad_key)
+    call.grad_value = _strided(grad_value)
     # Parts for the threads to share when there are few heads; each costs a copy of the query's gradient.
     parts = -(-2 * call.threads // max(1, call.batch * call.key_heads)) if call.threads > 1 else 1
     call.chunks = min(8, parts)
     _run("flashmask_backward", call)
     del kept
-    return grads
+    return grad_query, grad_key, grad_value
 
 
 def supports(query: Tensor) -> bool:

@@ -25,9 +25,9 @@ from pathlib import Path
 _log = logging.getLogger(__name__)
 _FOLDER = Path(__file__).parent
 _SOURCES = ("attention.cpp", "experts.cpp")
-_COMMON = ("-O3", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden")
+_LIBRARY = ("-O3", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden")
 # Fused multiply-adds are wanted; other liberties with floating point would break the exponential.
-_COMMON += ("-ffp-contract=fast", "-fno-math-errno")
+_COMMON = (*_LIBRARY, "-ffp-contract=fast", "-fno-math-errno")
 # GCC would make a second copy of the inner loop for strides of one and spoil the general one: half the speed.
 _GCC = ("-fno-version-loops-for-strides",)
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
