@@ -81,7 +81,8 @@ def load_data(folder: Path) -> Data:
             for part, samples in zip(("train", "calibration", "test"), _tokenise(tokenizers)):
                 _write(folder / f"tokens-{version}-{part}.bin", samples)
         parts.append(_read(path))
-    return Data(*parts, hashes)
+    train, calibration, test = parts
+    return Data(train, calibration, test, hashes)
 
 
 def _sizes() -> tuple[object, ...]:

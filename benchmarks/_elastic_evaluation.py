@@ -92,7 +92,12 @@ def _right_answers(logits: Tensor, batch: RowBatch) -> list[bool]:
 
 
 def evaluate(
-    model: Backbone, data: Data, *, part: int = 1, on_score: Callable[[str, Score], None] | None = None
+    model: Backbone,
+    data: Data,
+    *,
+    part: int = 1,
+    submodels: bool = True,
+    on_score: Callable[[str, Score], None] | None = None,
 ) -> dict[str, Any]:
     """Scores of the full model and of every sub-model, calibrated and at random; JSON-ready.
 
@@ -115,6 +120,8 @@ def evaluate(
             on_score(name, mean)
 
     keep("full", [test.score(model)])
+    if not submodels:
+        return result
     fewest = min(layers for layers, _, _ in SUBMODELS.values() if layers is not None)
     ranking = rank_layers(model, rows(data.mixed(data.calibration)[::part]), drops=config.layers - fewest)
     by_task = [rows(samples[::part]) for samples in data.calibration.values()]

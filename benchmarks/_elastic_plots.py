@@ -38,7 +38,7 @@ def draw_curves(runs: Mapping[str, Path], path: Path) -> None:
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("validation loss / blind guess")
-    axes[0][0].legend()
+    axes[0][-1].legend()
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)

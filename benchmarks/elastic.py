@@ -6,7 +6,7 @@
 
 An elastic model and a fixed twin see the same tokens in the same order from the same first weights: real
 digits to read, spoken digits to hear, text to continue. Both are then cut down without retraining, layers and
-experts chosen on calibration samples and, as a control, at random. A run trains one seed, about seven minutes
+experts chosen on calibration samples and, as a control, at random. A run trains one seed, about eight minutes
 an arm on one core; it goes on from checkpoints in ``--work``. The table and the last line, JSON, are means
 over the seeds of ``benchmarks/results`` and the fresh one.
 """
@@ -23,11 +23,14 @@ from typing import Any
 
 import torch
 from _elastic_arms import ARMS, train_arm
-from _elastic_data import load_data
+from _elastic_data import CAPTIONS, DIGITS, TEXT, load_data
 from _elastic_evaluation import SUBMODELS, Score, evaluate, k1_latency
 from _measure import machine, print_json, rounded, show_machine, show_table
 
+# A sub-model, and the arm that trains as small a network alone.
+SMALL = {"keep5of8": "small-5of8", "keep3of8": "small-3of8", "half_width": "small-half", "k1": "small-k1"}
 RESULTS = Path(__file__).parent / "results"
+_TASKS = (DIGITS, CAPTIONS, TEXT)
 STEPS, QUICK_STEPS = 360, 30
 # (figure, least or most it should be, what it is compared with)
 BARS: dict[str, tuple[str, float]] = {
@@ -114,7 +117,8 @@ def run(options: argparse.Namespace, work: Path, facts: Mapping[str, Any]) -> di
             scores = json.loads(known.read_text())
         else:
             print(f"  {name}: sub-models without retraining", flush=True)
-            scores = evaluate(model, data, part=part, on_score=_show_score)
+            alone = name in SMALL.values()
+            scores = evaluate(model, data, part=part, submodels=not alone, on_score=_show_score)
             known.write_text(json.dumps(scores))
         result["arms"][name] = {"training": trained, "scores": scores}
         if name == "elastic":
@@ -203,10 +207,15 @@ def summary(
         assert fresh is not None, "no committed results; run without --report"
     by_seed = {seed: figures_of(result) for seed, result in sorted(results.items())}
     mean = mean_of(list(by_seed.values()))
+    if fresh is not None and not _learnt(fresh):
+        print(
+            f"\n{fresh['steps']} steps teach too little for retention to mean anything: a check that all runs"
+        )
     if results:
         show_scores(results)
         show_bars(mean, by_seed)
         show_roads(results)
+        show_small(results)
     return {
         "benchmark": "elastic",
         "seeds": sorted(results),
@@ -226,9 +235,14 @@ def summary(
         ),
         "fresh": None
         if fresh is None
-        else {"seed": fresh["seed"], "steps": fresh["steps"], **figures_of(fresh)},
+        else {"seed": fresh["seed"], "steps": fresh["steps"], "learnt": _learnt(fresh), **figures_of(fresh)},
         "machine": dict(facts),
     }
+
+
+def _learnt(result: Mapping[str, Any]) -> bool:
+    """Whether every arm answers well above chance (a tenth): what a guess keeps says nothing."""
+    return all(_accuracy(arm["scores"]["full"]) > 0.3 for arm in result["arms"].values())
 
 
 def _holds(name: str, value: float) -> bool:
@@ -246,7 +260,7 @@ def show_scores(results: Mapping[int, Mapping[str, Any]]) -> None:
             having = [some for some in scores if name in some]
             if not having:
                 continue
-            for key in ("digits", "captions", "text"):
+            for key in _TASKS:
                 row[f"{arm} {key}"] = statistics.fmean(some[name][key] for some in having)
             row[f"{arm} kept"] = statistics.fmean(
                 _accuracy(some[name]) / max(_accuracy(some["full"]), 1e-9) for some in having
@@ -292,20 +306,34 @@ def show_roads(results: Mapping[int, Mapping[str, Any]]) -> None:
     rows = []
     shown = ("full_loss_ratio", "retention_keep5of8", "retention_keep3of8", "loss_half_width", "loss_k1")
     for seed, result in sorted(results.items()):
-        others = [name for name in result["arms"] if name not in ("fixed", "elastic")]
+        others = [name for name in result["arms"] if name not in ("fixed", "elastic", *SMALL.values())]
         if not others or "fixed" not in result["arms"]:
             continue
         for name in ("fixed", "elastic", *others):
             if name in result["arms"]:
                 figures = figures_of(result, name)
-                training = result["arms"][name]["training"]
-                rows.append(
-                    {"seed": seed, "arm": name, "s/step": training["seconds_a_step"]}
-                    | {key: figures.get(key) for key in shown}
-                )
+                rows.append({"seed": seed, "arm": name} | {key: figures.get(key) for key in shown})
     if rows:
         print("\nother arms")
-        show_table(rows, ["seed", "arm", *shown, "s/step"])
+        show_table(rows, ["seed", "arm", *shown])
+
+
+def show_small(results: Mapping[int, Mapping[str, Any]]) -> None:
+    """Sub-models beside networks of their size that were trained alone, where there are any."""
+    rows = []
+    for seed, result in sorted(results.items()):
+        for submodel, arm in SMALL.items():
+            if arm in result["arms"] and "elastic" in result["arms"]:
+                own = result["arms"]["elastic"]["scores"][submodel]
+                alone = result["arms"][arm]["scores"]["full"]
+                rows.append(
+                    {"seed": seed, "sub-model": submodel}
+                    | {f"elastic {key}": own[key] for key in _TASKS}
+                    | {f"alone {key}": alone[key] for key in _TASKS}
+                )
+    if rows:
+        print("\nsmall networks trained alone")
+        show_table(rows, list(rows[0]))
 
 
 if __name__ == "__main__":

@@ -191,10 +191,24 @@ def train(
     minutes: Minutes = None,
     resume: Annotated[bool, typer.Option(help="Go on from the newest checkpoint in --out.")] = False,
     seed: Annotated[int, typer.Option(help="Order of the data, initial weights and draws.")] = 0,
+    init: Annotated[
+        Path | None, typer.Option(help="Model folder to begin with, instead of fresh weights of a preset.")
+    ] = None,
+    validate_every: Annotated[
+        int | None, typer.Option(min=1, help="Steps between losses of sub-models on held-out samples.")
+    ] = None,
 ) -> None:
     """Train on a corpus, starting the services that it needs."""
     _function("ernie_multi.training", "train")(
-        data, out, preset=preset, steps=steps, minutes=minutes, resume=resume, seed=seed
+        data,
+        out,
+        preset=preset,
+        steps=steps,
+        minutes=minutes,
+        resume=resume,
+        seed=seed,
+        start_from=init,
+        validate_every=validate_every,
     )
 
 
@@ -440,6 +454,15 @@ def import_hf(
     _function("ernie_multi.interop", "import_hf")(
         source, out, experts=experts, top_k=top_k, expert_width=expert_width, seed=seed
     )
+
+
+@app.command()
+def modalities(
+    measure: Annotated[bool, typer.Option(help="Send each one's sample through its tokenizer.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """List the modalities, plug-ins too: layout, service and what a round trip of their sample keeps."""
+    _function("ernie_multi.modalities", "show")(measure=measure, as_json=as_json)
 
 
 @app.command()

@@ -26,6 +26,7 @@ from ernie5.protocol.samples import Sample, Segment
 from ernie5.protocol.tokens import TokenSegment, TokenSequence, TokenSpan
 from ernie5.services.tokenizer_service import TOKENIZERS, load_tokenizer
 from ernie5.tokenizers.base import Medium, Tokenizer
+from ernie5.tokenizers.modalities import with_modalities
 from ernie5.tokenizers.text.tokenizer import TextTokenizer
 
 
@@ -64,12 +65,19 @@ class LocalModel:
         )
         self.engine = InferenceEngine(self.model, self.hashes, capacity=capacity, max_length=max_length)
         self._tokenizers: dict[str, Tokenizer] = {}
+        self._media: dict[str, Tokenizer] = {}
 
     @cached_property
     def text(self) -> TextTokenizer:
         tokenizer = self.tokenizer("text")
         assert isinstance(tokenizer, TextTokenizer)
         return tokenizer
+
+    def media(self, service: str) -> Tokenizer:
+        """The tokenizer of a service with all modalities that build on it."""
+        if service not in self._media:
+            self._media[service] = with_modalities(service, self.tokenizer(service))
+        return self._media[service]
 
     def tokenizer(self, service: str) -> Tokenizer:
         """The tokenizer of a service, loaded on first use."""
@@ -100,7 +108,7 @@ class LocalModel:
         for service, indices in by_service.items():
             chosen = [segments[index] for index in indices]
             for index, result in zip(
-                indices, self.tokenizer(service).encode_segments(chosen, features=features)
+                indices, self.media(service).encode_segments(chosen, features=features)
             ):
                 if isinstance(result, ErnieMultiError):
                     raise result
@@ -110,7 +118,7 @@ class LocalModel:
     def decode(self, span: TokenSpan, content_type: str | None = None) -> Medium:
         """The medium of a generated span: PNG for pictures, WAV for sounds."""
         service = modality_of(span.modality).service
-        (result,) = self.tokenizer(service).decode_spans([span], content_type=content_type)
+        (result,) = self.media(service).decode_spans([span], content_type=content_type)
         if isinstance(result, ErnieMultiError):
             raise result
         return result

@@ -38,6 +38,7 @@ from ernie5.services.processes import ProcessSpec, Supervisor
 from ernie_multi.stack import command_of, free_port, redis_for
 
 if TYPE_CHECKING:
+    from ernie5.backbone.config import BackboneConfig
     from ernie5.backbone.training.trainer import StepReport, Trainer, TrainingConfig
     from ernie5.services.streams import RunStream, TokenFeed
 
@@ -90,6 +91,8 @@ def train(
     seed: int = 0,
     overrides: dict[str, Any] | None = None,
     repeats: dict[str, int] | None = None,
+    start_from: Path | None = None,
+    validate_every: int | None = None,
     console: Console | None = None,
     while_running: Callable[[str, int], None] | None = None,
 ) -> TrainingResult:
@@ -103,6 +106,8 @@ def train(
             here; without it a folder with checkpoints is refused.
         overrides: further fields of ``TrainingConfig``.
         repeats: samples an epoch for each item of a task.
+        start_from: a model folder whose network and weights the run begins with, instead of ``preset``.
+        validate_every: steps between measurements of sub-models on the corpus's held-out samples.
         while_running: called once with the Redis address and the tokenizers' port when all is up.
 
     Raises:
@@ -112,6 +117,7 @@ def train(
     from ernie5.backbone.training.checkpoint import checkpoints
     from ernie5.backbone.training.trainer import TrainingConfig
     from ernie5.corpora.corpus import open_corpus
+    from ernie_multi.interop import TEXT_MODEL
 
     console = console or Console(stderr=True)
     corpus = open_corpus(data, repeats=repeats)
@@ -144,6 +150,8 @@ def train(
             # The trainer needs the cores; a tokenizer replica is busy in the first epoch only.
             "OMP_NUM_THREADS": "1",
         }
+        if start_from is not None and (start_from / TEXT_MODEL).is_file():
+            environment["ERNIE_MULTI_TEXT_MODEL"] = str((start_from / TEXT_MODEL).resolve())
         with console.status(f"starting the tokenizer services (log: {out / 'logs' / 'tokenizers.log'})"):
             supervisor.start(
                 [
@@ -176,6 +184,8 @@ def train(
             minutes=minutes,
             console=console,
             check_peers=check_processes,
+            start_from=start_from,
+            validation=None if validate_every is None else (data, validate_every),
         )
 
 
@@ -229,15 +239,21 @@ def _train_here(
     minutes: float | None = None,
     console: Console,
     check_peers: Callable[[], None] = lambda: None,
+    start_from: Path | None = None,
+    validation: tuple[str, int] | None = None,
 ) -> TrainingResult:
-    """Train on a stream that exists; ``check_peers`` raises where one that it needs is gone for good."""
+    """Train on a stream that exists; ``check_peers`` raises where one that it needs is gone for good.
+
+    ``validation`` names a corpus with held-out samples and the steps between two measurements on them.
+    """
     import torch
 
     from ernie5.backbone.config import preset
-    from ernie5.backbone.training.checkpoint import checkpoints
+    from ernie5.backbone.training.checkpoint import checkpoints, load_model
     from ernie5.backbone.training.trainer import Trainer
     from ernie5.services.redis_client import connect
     from ernie5.services.streams import Position, RunStream, TokenFeed
+    from ernie_multi.validation import held_out_validation
 
     stream = RunStream(connect(redis), run)
     hashes = wait_for_tokenizers(stream, check_peers)
@@ -249,9 +265,18 @@ def _train_here(
 
     threads = torch.get_num_threads()
     _check_tokenizers(out, hashes)
-    trainer = Trainer(preset(preset_name), training, out, hashes, on_skip=on_skip)
+    config = preset(preset_name) if start_from is None else _config_of(start_from, hashes)
+    trainer = Trainer(config, training, out, hashes, on_skip=on_skip)
     if trainer.resume():
         console.print(f"going on from step {trainer.step}, sample {trainer.position}")
+    elif start_from is not None:
+        trainer.model.load_state_dict(load_model(start_from)[0].state_dict())
+        console.print(f"starting from the weights of {start_from}")
+    curves = None
+    if validation is not None:
+        corpus, every = validation
+        curves = held_out_validation(corpus, config, hashes, out, every=every, row_length=training.row_length)
+        curves.resume(trainer.step)
     length = _corpus_length(stream, check_peers)
     if minutes is not None:
         training = trainer.training = _sized(trainer, minutes, training)
@@ -271,8 +296,9 @@ def _train_here(
         trainer.on_checkpoint = lambda position: feed.commit(Position.of(position, length))
         began = time.perf_counter()
         reports = trainer.run(_samples(feed, length, skipped, check))
-        for _ in _shown(_until_signal(trainer, reports, asked), trainer, console):
-            pass
+        for report in _shown(_until_signal(trainer, reports, asked), trainer, console):
+            if curves is not None:
+                curves.after(trainer.model, report.step)
         seconds = time.perf_counter() - began
     # The trainer gives each of its threads one core; what follows has them all again.
     torch.set_num_threads(threads)
@@ -280,6 +306,20 @@ def _train_here(
         reasons = "; ".join(f"{count} x {reason}" for reason, count in skipped.most_common(3))
         console.print(f"{sum(skipped.values())} samples were left out ({reasons})")
     return TrainingResult(checkpoints(out)[-1], trainer.step, skipped, seconds)
+
+
+def _config_of(folder: Path, hashes: dict[str, str]) -> BackboneConfig:
+    """The network of a model folder to start from; its tokenizers must be those that run."""
+    from ernie5.backbone.training.checkpoint import read_config
+
+    config, tokenizers = read_config(folder)
+    for service, expected in tokenizers.items():
+        if hashes.get(service, expected) != expected:
+            raise TokenizerMismatchError(
+                f"{folder} belongs to {service} tokenizer {expected[:12]}, the services run "
+                f"{hashes[service][:12]}; for text, name its model in ERNIE_MULTI_TEXT_MODEL"
+            )
+    return config
 
 
 def _samples(

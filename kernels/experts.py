@@ -47,7 +47,7 @@ def sparse_swiglu(
         ValueError: shapes that don't fit one another, or an unknown or impossible backend.
     """
     _check(x_Td, gate_up_E2hd, down_Edh, expert_Tk, weight_Tk, valid_Tk)
-    chosen = _choose(x_Td, backend)
+    chosen = choose_backend(x_Td, backend)
     if chosen == "reference":
         return sparse_swiglu_reference(x_Td, gate_up_E2hd, down_Edh, expert_Tk, weight_Tk, valid_Tk)
     if chosen == "native":
@@ -104,7 +104,8 @@ def _check(
         )
 
 
-def _choose(x: Tensor, backend: str | None) -> str:
+def choose_backend(x: Tensor, backend: str | None = None) -> str:
+    """The backend that tokens like ``x`` take; see :func:`sparse_swiglu`."""
     wanted = backend or os.environ.get("ERNIE_MULTI_EXPERTS", "auto")
     if wanted not in BACKENDS:
         raise ValueError(f"unknown expert backend {wanted!r}; known: {', '.join(BACKENDS)}")

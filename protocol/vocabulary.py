@@ -10,11 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ernie5.protocol.grids import GRIDS
-from ernie5.protocol.modalities import MODALITIES
+from ernie5.protocol.modalities import MODALITIES, PLUGIN_SLOTS, plugin_slots, plugins
 
 # Each group has slots of its own, so that appending to one group never moves the ids of another.
 _STRUCTURE = ("pad", "begin_sample", "context", "target", "end_turn", "separator")
 _MODALITY_START, _GRID_START, MARKER_SLOTS = 16, 96, 160
+# Plug-ins take the last pairs of the modalities' group, each the one that it declares.
+_PLUGIN_START = _GRID_START - 2 * PLUGIN_SLOTS
 
 
 def _marker_table() -> dict[str, int]:
@@ -24,7 +26,7 @@ def _marker_table() -> dict[str, int]:
         table[f"end_{name}"] = _MODALITY_START + 2 * index + 1
     for index, (height, width) in enumerate(GRIDS):
         table[f"grid_{height}x{width}"] = _GRID_START + index
-    assert _MODALITY_START + 2 * len(MODALITIES) <= _GRID_START
+    assert _MODALITY_START + 2 * len(MODALITIES) <= _PLUGIN_START
     assert _GRID_START + len(GRIDS) <= MARKER_SLOTS
     return table
 
@@ -49,14 +51,30 @@ class UnifiedVocabulary:
 
     def marker(self, name: str) -> int:
         """The id of a marker such as ``begin_image``; ``ValueError`` lists the known names."""
-        try:
-            return self.text_size + MARKERS[name]
-        except KeyError:
-            raise ValueError(f"unknown marker {name!r}; known: {', '.join(MARKERS)}") from None
+        slot = MARKERS.get(name)
+        if slot is None:
+            slot = _plugin_marker(name)
+        return self.text_size + slot
 
     def marker_name(self, token: int) -> str | None:
         """The name of the marker with id ``token``, or None for text ids and reserved slots."""
-        return _NAMES.get(token - self.text_size)
+        slot = token - self.text_size
+        if _PLUGIN_START <= slot < _GRID_START:
+            plugin = plugin_slots().get((slot - _PLUGIN_START) // 2)
+            return plugin and f"{'end' if slot % 2 else 'begin'}_{plugin}"
+        return _NAMES.get(slot)
 
     def is_text(self, token: int) -> bool:
         return 0 <= token < self.text_size
+
+
+def _plugin_marker(name: str) -> int:
+    side, _, modality = name.partition("_")
+    if side in ("begin", "end") and modality in plugins():
+        for slot, owner in plugin_slots().items():
+            if owner == modality:
+                return _PLUGIN_START + 2 * slot + (side == "end")
+        raise ValueError(
+            f"modality plug-in {modality!r} declares no marker slot, so models can't hold its media"
+        )
+    raise ValueError(f"unknown marker {name!r}; known: {', '.join(MARKERS)}")

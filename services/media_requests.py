@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import Request
@@ -77,11 +77,15 @@ class _Items(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class MediaReader:
-    """Turns requests into segments of the modalities that one service takes."""
+    """Turns requests into segments of the modalities that one service takes.
+
+    ``content_types`` maps further content types to modalities; it goes before the general table.
+    """
 
     service: str
     modalities: tuple[str, ...]
     settings: TokenizerServiceSettings
+    content_types: Mapping[str, str] = field(default_factory=dict)
 
     async def segments(self, request: Request, modality: str | None) -> list[Segment]:
         """The segments of a tokenise request, at least one, at most ``max_batch_items``.
@@ -189,20 +193,26 @@ class MediaReader:
                 raise InvalidMediaError(
                     f"text must be UTF-8: {error.reason} at byte {error.start}", param=where
                 ) from None
-            return self._text_segment(text, modality, where)
+            return self._text_segment(text, modality, where, content_type)
         return Segment(modality=modality, data=data, content_type=content_type or None)
 
-    def _text_segment(self, text: str, modality: str, where: str) -> Segment:
+    def _text_segment(self, text: str, modality: str, where: str, content_type: str = "") -> Segment:
         self._check_taken(modality, where)
         if self.service != "text":
             raise UnsupportedMediaError(f"{modality} can't be given as text; send data (base64)", param=where)
         if not text:
             raise InvalidMediaError(f"the {modality} is empty", param=where)
-        return Segment(modality=modality, text=check_unicode(text, where), content_type="text/plain")
+        return Segment(
+            modality=modality, text=check_unicode(text, where), content_type=content_type or "text/plain"
+        )
 
     def _modality(self, content_type: str, modality: str | None, where: str) -> str:
         if modality is None:
-            modality = _TYPES.get(content_type) or _FAMILIES.get(content_type.partition("/")[0])
+            modality = (
+                self.content_types.get(content_type)
+                or _TYPES.get(content_type)
+                or _FAMILIES.get(content_type.partition("/")[0])
+            )
             if modality is None and content_type not in _UNTOLD:
                 raise UnsupportedMediaError(
                     f"content type {content_type!r} tells no modality; add ?modality= with one of "

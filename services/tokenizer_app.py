@@ -85,7 +85,8 @@ def create_app(
     )
     codes_total = Counter("ernie_multi_codes_total", "Codes made", ("modality",), registry=metrics.registry)
     batcher = Batcher(tokenizer, settings.max_batch_items, settings.max_queued_requests)
-    reader = MediaReader(service, tuple(tokenizer.modalities), settings)
+    types = getattr(tokenizer, "content_types", {})
+    reader = MediaReader(service, tuple(tokenizer.modalities), settings, types)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

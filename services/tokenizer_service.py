@@ -6,13 +6,13 @@ and a Redis are named, drain the run's work stream in batches from a background 
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import signal
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ernie5.protocol.errors import InvalidInputError
@@ -20,6 +20,8 @@ from ernie5.protocol.settings import load_settings
 from ernie5.services.tokenizer_app import create_app
 from ernie5.services.tokenizer_settings import TokenizerServiceSettings
 from ernie5.tokenizers.base import Tokenizer
+from ernie5.tokenizers.modalities import with_modalities
+from ernie5.tokenizers.modalities.bases import BASES, load_base
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -39,11 +41,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-TOKENIZERS = {
-    "text": ("ernie5.tokenizers.text.tokenizer", "TextTokenizer"),
-    "audio": ("ernie5.tokenizers.audio.tokenizer", "AudioTokenizer"),
-    "vision": ("ernie5.tokenizers.vision.tokenizer", "VisionTokenizer"),
-}
+TOKENIZERS = BASES
 _EXAMPLES = {
     "text": "curl -H 'Content-Type: text/plain' --data 'Hello' {url}/text/v1/tokenize",
     "audio": "curl -H 'Content-Type: audio/wav' --data-binary @speech.wav {url}/audio/v1/tokenize",
@@ -52,18 +50,24 @@ _EXAMPLES = {
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """The shipped tokenizer of a service; only its own dependencies are imported."""
-    module, cls = _known(name)
-    return getattr(importlib.import_module(module), cls).load()
+    """The shipped tokenizer of a service; only its own dependencies are imported.
+
+    ``ERNIE_MULTI_TEXT_MODEL`` names a SentencePiece model for text instead, as imported networks have one.
+    """
+    _known(name)
+    own = os.environ.get("ERNIE_MULTI_TEXT_MODEL")
+    if name == "text" and own:
+        from ernie5.tokenizers.text.tokenizer import TextTokenizer
+
+        return TextTokenizer.load(Path(own))
+    return load_base(name)
 
 
-def _known(name: str) -> tuple[str, str]:
-    try:
-        return TOKENIZERS[name]
-    except KeyError:
+def _known(name: str) -> None:
+    if name not in TOKENIZERS:
         raise InvalidInputError(
             f"unknown tokenizer service {name!r}; known: {', '.join(TOKENIZERS)}", param="service"
-        ) from None
+        )
 
 
 def build_replica_app(name: str, settings_json: str) -> FastAPI:
@@ -72,7 +76,7 @@ def build_replica_app(name: str, settings_json: str) -> FastAPI:
 
     logging.getLogger("ernie5").setLevel(logging.INFO)
     settings = TokenizerServiceSettings.model_validate_json(settings_json)
-    tokenizer = load_tokenizer(name)
+    tokenizer = with_modalities(name, load_tokenizer(name))
     drain = WorkDrain(name, tokenizer, settings)
     return create_app(tokenizer, settings, state=drain.state, on_start=drain.start, on_stop=drain.stop)
 

@@ -254,7 +254,7 @@ class OffloadedFeedForward(SparseFeedForward):
             rows[token, slot] = super().mix(
                 x_Td[token], expert_Tk[token, slot, None], weight_Tk[token, slot, None], None
             )
-        if expert_kernels._choose(x_Td, None) == "grouped":
+        if expert_kernels.choose_backend(x_Td) == "grouped":
             # It adds a token's rows by expert, the others by slot.
             rows = rows.gather(1, expert_Tk.argsort(-1)[..., None].expand_as(rows))
         out = torch.zeros_like(rows[:, 0])

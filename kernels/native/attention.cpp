@@ -39,6 +39,7 @@ namespace {
 constexpr float LOG2E = 1.44269504088896341f;
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 constexpr int GROUP = 8;  // tiles between two updates of the running maximum
+constexpr int LINES_AHEAD = 8;  // of the tile's values, asked for while its keys are multiplied
 constexpr int MOST_SEGMENTS = 64;
 
 template <class T>
@@ -178,7 +179,7 @@ int forward(const Attention& a) {
           seen[count] = packed_values + block * tile;
           float* here = s + count * column_block;
           product<Kind>(rows, column_block / PANEL, 1, steps, {left->data, steps, 1, 0}, &key, (ptrdiff_t)steps * PANEL,
-                        here, group, false);
+                        here, group, false, seen[count], LINES_AHEAD);
           if (*entry & 1 || (block + 1) * column_block > a.columns)
             mask.each(block, first_row, rows, [&](const int32_t* from, const int32_t* to) {
               for (int r = 0; r < rows; r++)

@@ -11,15 +11,20 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import sentencepiece
 import soundfile
+import torch
 from PIL import Image
 
-from ernie5.backbone.training.checkpoint import load_model
+from ernie5.backbone.config import preset
+from ernie5.backbone.model.transformer import Backbone
+from ernie5.backbone.training.checkpoint import load_model, save_model
 from ernie5.corpora.corpus import open_corpus
-from ernie5.protocol.errors import InvalidInputError
+from ernie5.protocol.errors import InvalidInputError, TokenizerMismatchError
 from ernie5.services.redis_client import connect
 from ernie5.services.streams import RunStream
-from ernie_multi.training import train
+from ernie5.tokenizers.text.tokenizer import TextTokenizer
+from ernie_multi.training import _config_of, train
 
 BAD = 6
 TRAINING = {"rows": 2, "row_length": 256, "threads": 1, "checkpoint_every": 2, "warmup": 2}
@@ -130,3 +135,39 @@ def test_a_folder_with_checkpoints_is_not_overwritten(tmp_path):
     (tmp_path / "step-00000001" / "state.json").write_text("{}")
     with pytest.raises(InvalidInputError, match="--resume"):
         train("mini", tmp_path)
+
+
+def test_a_run_begins_with_another_model_s_weights_and_text_tokenizer(corpus, tmp_path):
+    """As after `import-hf`: the folder's own SentencePiece model reaches the text service."""
+    written = BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=(f"Which digit is this? {n} eins zwei drei 七" for n in range(200)),
+        model_writer=written,
+        model_type="bpe",
+        vocab_size=320,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        add_dummy_prefix=False,
+        unk_id=0,
+        bos_id=-1,
+        eos_id=-1,
+        pad_id=-1,
+        hard_vocab_limit=False,
+    )
+    text = TextTokenizer(written.getvalue())
+    config = preset("nano").model_copy(update={"text_vocabulary": text.vocabulary_size})
+    model = Backbone(config, seed=7)
+    save_model(tmp_path / "start", model, {"text": text.hash})
+    (tmp_path / "start" / "text.model").write_bytes(written.getvalue())
+    options = {**TRAINING, "learning_rate": 1e-12, "weight_decay": 0.0}
+    result = train(str(corpus), tmp_path / "run", steps=2, start_from=tmp_path / "start", overrides=options)
+    trained, hashes = load_model(result.checkpoint)
+    assert trained.config == config and hashes["text"] == text.hash
+    for name, value in model.named_parameters():
+        torch.testing.assert_close(trained.get_parameter(name), value, atol=1e-6, rtol=0)
+
+
+def test_a_start_with_other_tokenizers_is_refused(tmp_path):
+    save_model(tmp_path, Backbone(preset("nano")), {"text": "a" * 32})
+    with pytest.raises(TokenizerMismatchError, match="ERNIE_MULTI_TEXT_MODEL"):
+        _config_of(tmp_path, {"text": "b" * 32, "vision": "c" * 32})

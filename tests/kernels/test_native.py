@@ -13,8 +13,8 @@ import torch
 
 from ernie5.kernels.flashmask import MaskPlan, flashmask_attention, native
 from ernie5.kernels.native import build
-from tests.kernels.conformance import CASES, FULL_MATRIX, check, slow_cases, tensors
-from tests.kernels.flashmask_cases import mask_case
+from tests.kernels.conformance import CASES, HEAD_DIMS, check, matrix_cases, tensors
+from tests.kernels.flashmask_cases import MASKS, mask_case
 
 try:
     build.library()
@@ -29,10 +29,11 @@ def test_conformance(case, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mask", FULL_MATRIX)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_conformance_matrix(mask, dtype):
-    for case in slow_cases(mask):
+def test_conformance_matrix(mask, head_dim, dtype):
+    for case in matrix_cases(mask, head_dim):
         check(case, dtype, backend="native")
 
 

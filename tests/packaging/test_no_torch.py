@@ -40,7 +40,7 @@ def import_without(blocked: tuple[str, ...], modules: list[str]) -> subprocess.C
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
 
-@pytest.mark.parametrize("folder", ["protocol", "tokenizers/text"])
+@pytest.mark.parametrize("folder", ["protocol", "tokenizers/text", "tokenizers/modalities"])
 def test_the_folder_imports_without_torch(folder: str) -> None:
     modules = modules_of(folder)
     assert modules
