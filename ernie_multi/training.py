@@ -300,6 +300,8 @@ def _train_here(
             if curves is not None:
                 curves.after(trainer.model, report.step)
         seconds = time.perf_counter() - began
+    if curves is not None:
+        curves.close()
     # The trainer gives each of its threads one core; what follows has them all again.
     torch.set_num_threads(threads)
     if skipped:
