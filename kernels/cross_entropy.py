@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 _CHUNK = 1 << 19  # logits at a time: two megabytes in float32
@@ -30,10 +31,16 @@ def linear_cross_entropy(hidden_nd: Tensor, head_Vd: Tensor, target_n: Tensor, w
     """
     if hidden_nd.dim() != 2 or head_Vd.dim() != 2 or hidden_nd.shape[1] != head_Vd.shape[1]:
         raise ValueError(f"hidden {tuple(hidden_nd.shape)} and head {tuple(head_Vd.shape)} do not fit")
+    if not head_Vd.shape[0]:
+        raise ValueError("a head of no rows has no softmax")
     if target_n.shape != hidden_nd.shape[:1] or weight_n.shape != target_n.shape:
         raise ValueError(
             f"targets {tuple(target_n.shape)} and weights {tuple(weight_n.shape)} must be [{len(hidden_nd)}]"
         )
+    if target_n.device.type == "cpu" and len(target_n):
+        low, high = (int(bound) for bound in target_n.aminmax())
+        if low < 0 or high >= len(head_Vd):
+            raise ValueError(f"targets must be in [0, {len(head_Vd)}), got {low if low < 0 else high}")
     return _LinearCrossEntropy.apply(hidden_nd, head_Vd, target_n, weight_n)
 
 
@@ -79,6 +86,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         grad_hidden, grad_head = ctx.saved_tensors
+        if grad_hidden is None:
+            return None, None, None, None
         return grad_hidden * grad.to(grad_hidden.dtype), (grad_head * grad).to(ctx.head_dtype), None, None

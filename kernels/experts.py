@@ -48,6 +48,10 @@ def sparse_swiglu(
     """
     _check(x_Td, gate_up_E2hd, down_Edh, expert_Tk, weight_Tk, valid_Tk)
     chosen = choose_backend(x_Td, backend)
+    if chosen == "native" and not experts_native.takes_weights(down_Edh):
+        if backend == "native":
+            raise ValueError(f"the native expert kernels do not take weights of {down_Edh.dtype}")
+        chosen = "grouped"
     if chosen == "reference":
         return sparse_swiglu_reference(x_Td, gate_up_E2hd, down_Edh, expert_Tk, weight_Tk, valid_Tk)
     if chosen == "native":
@@ -70,7 +74,7 @@ def sparse_swiglu_reference(
     """The same by definition: one expert after the other."""
     dtype = x_Td.dtype
     out = torch.zeros(x_Td.shape, dtype=torch.promote_types(dtype, torch.float32), device=x_Td.device)
-    weight = weight_Tk if valid_Tk is None else weight_Tk * valid_Tk
+    weight = weight_Tk if valid_Tk is None else torch.where(valid_Tk, weight_Tk, 0)
     for expert in range(len(down_Edh)):
         gate, up = (x_Td @ gate_up_E2hd[expert].to(dtype).T).chunk(2, -1)
         share = (weight * (expert_Tk == expert)).sum(-1, keepdim=True)
@@ -86,7 +90,20 @@ def _check(
             f"expected tokens [T, d] and weights [E, 2h, d] and [E, d, h], got {tuple(x.shape)}, "
             f"{tuple(gate_up.shape)} and {tuple(down.shape)}"
         )
+    if not gate_up.dtype == down.dtype or not x.device == gate_up.device == down.device == expert.device:
+        raise ValueError(
+            f"gate_up is {gate_up.dtype} on {gate_up.device}, down {down.dtype} on {down.device}, tokens are "
+            f"on {x.device}, their experts on {expert.device}; weights must agree, and all be together"
+        )
     experts, width, hidden = down.shape
+    if not experts or not width or not hidden:
+        raise ValueError(f"experts without extent: down is {tuple(down.shape)}")
+    if expert.is_floating_point() or expert.dtype == torch.bool:
+        raise ValueError(f"experts must be whole numbers, got {expert.dtype}")
+    if expert.device.type == "cpu" and expert.numel():
+        low, high = (int(bound) for bound in expert.aminmax())
+        if low < 0 or high >= experts:
+            raise ValueError(f"expert {low if low < 0 else high} was chosen, there are {experts}")
     if x.shape[1] != width or gate_up.shape != (experts, 2 * hidden, width):
         raise ValueError(
             f"tokens {tuple(x.shape)}, gate_up {tuple(gate_up.shape)} and down {tuple(down.shape)} do not fit"
@@ -112,9 +129,14 @@ def choose_backend(x: Tensor, backend: str | None = None) -> str:
     if wanted == "native" and not experts_native.supports(x):
         raise ValueError(f"the native expert kernels do not take {x.dtype} on {x.device} here")
     if wanted == "triton" and (x.device.type != "cuda" or torch.is_grad_enabled()):
-        raise ValueError(f"the Triton expert kernel is for inference on an NVIDIA GPU, got {x.device}")
+        raise ValueError(
+            f"the Triton expert kernel is for inference on an NVIDIA GPU, got {x.device} with gradients "
+            f"{'on' if torch.is_grad_enabled() else 'off'}"
+        )
     if wanted != "auto":
         return wanted
+    if x.dtype == torch.float64:
+        return "reference"  # grouped_mm does not take it
     return "native" if experts_native.prefers(x) else "grouped"
 
 

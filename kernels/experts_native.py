@@ -61,6 +61,11 @@ def supports(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype in _DTYPES and _available()
 
 
+def takes_weights(weight: Tensor) -> bool:
+    """Whether weights like this one can be read: float32 or bfloat16 on a CPU."""
+    return weight.device.type == "cpu" and weight.dtype in _DTYPES
+
+
 def prefers(x: Tensor) -> bool:
     """Whether they are faster than torch's own products: not for bfloat16 where the CPU multiplies it."""
     return supports(x) and (x.dtype == torch.float32 or not _multiplies_bfloat16())

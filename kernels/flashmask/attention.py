@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
+import math
 import os
 from typing import Literal, overload
 
@@ -104,7 +105,11 @@ def flashmask_attention(
         )
     _check_plan(plan, query, key)
     scale = query.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    if not -math.inf < scale < math.inf:
+        raise ValueError(f"softmax_scale must be finite, got {softmax_scale}")
     chosen = choose_backend(query, backend)
+    if scale == 0 and chosen in ("native", "triton"):
+        chosen = "panels"  # the kernels hide by -inf, and 0 times that is NaN
     if chosen == "panels":
         out, lse = panel_attention(query, key, value, plan, scale)
     elif chosen == "reference":
@@ -126,7 +131,11 @@ def _mask(
         return intervals_from_startend(indices, rows, key, causal)
     if indices is not None:
         raise ValueError("window_size and startend_row_indices are two masks: give one of them")
-    left, right = (window_size, window_size) if isinstance(window_size, int) else window_size
+    sides = window_size if isinstance(window_size, tuple) else (window_size, window_size)
+    if len(sides) != 2 or not all(isinstance(side, int) for side in sides):
+        raise ValueError(f"window_size must be a whole number or two (left, right), got {window_size!r}")
+    # A window wider than everything is no window; larger numbers would overflow.
+    left, right = (min(side, rows + columns) for side in sides)
     return sliding_window(rows, columns, left, 0 if causal else right).to(key.device)
 
 
@@ -245,6 +254,8 @@ _attention.register_autograd(_gradients, setup_context=_remember)
 
 def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
         if tensor.dim() != 4:
             raise ValueError(f"{name} must be [B, N, H, D], got {tuple(tensor.shape)}")
         if tensor.dtype != query.dtype or tensor.device != query.device:

@@ -108,11 +108,10 @@ def native_forward(
     query, key, value = _dense_last(query), _dense_last(key), _dense_last(value)
     out = torch.empty(query.shape, dtype=query.dtype)
     lse = torch.empty(query.shape[0], query.shape[2], query.shape[1])
-    call, kept = _describe(query, key, value, out, lse, plan, softmax_scale)
-    mask = native_mask(plan)
+    mask = native_mask(plan)  # alive until the kernel is done, like all tensors that it reads
+    call = _describe(query, key, value, out, lse, plan, mask, softmax_scale)
     call.offsets, call.entries = mask.row_offsets.data_ptr(), mask.row_entries.data_ptr()
     _run("flashmask_forward", call)
-    del kept
     return out, lse
 
 
@@ -131,8 +130,8 @@ def native_backward(
     query, key, value = _dense_last(query), _dense_last(key), _dense_last(value)
     grad_out = _dense_last(grad_out.to(query.dtype))
     grad_query, grad_key, grad_value = (torch.empty(t.shape, dtype=t.dtype) for t in (query, key, value))
-    call, kept = _describe(query, key, value, out, lse, plan, softmax_scale)
     mask = native_mask(plan)
+    call = _describe(query, key, value, out, lse, plan, mask, softmax_scale)
     call.offsets, call.entries = mask.column_offsets.data_ptr(), mask.column_entries.data_ptr()
     call.grad_out = _strided(grad_out)
     call.grad_query, call.grad_key = _strided(grad_query), _strided(grad_key)
@@ -141,7 +140,6 @@ def native_backward(
     parts = -(-2 * call.threads // max(1, call.batch * call.key_heads)) if call.threads > 1 else 1
     call.chunks = min(8, parts)
     _run("flashmask_backward", call)
-    del kept
     return grad_query, grad_key, grad_value
 
 
@@ -188,10 +186,16 @@ def _run(name: str, call: _Attention) -> None:
 
 
 def _describe(
-    query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, plan: MaskPlan, softmax_scale: float
-) -> tuple[_Attention, tuple[Tensor, ...]]:
-    """The call's description, and the tensors that must live as long as it is used."""
-    mask = native_mask(plan)
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    plan: MaskPlan,
+    mask: NativeMask,
+    softmax_scale: float,
+) -> _Attention:
+    """The call's description; the caller keeps the tensors alive."""
     batch, rows, heads, width = query.shape
     call = _Attention(
         batch=batch,
@@ -217,7 +221,7 @@ def _describe(
         bounds=mask.bounds.data_ptr(),
         touched=mask.touched.data_ptr(),
     )
-    return call, (query, key, value, out, lse)
+    return call
 
 
 def _dense_last(tensor: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ columns, K intervals a column.
 from __future__ import annotations
 
 import hashlib
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -34,6 +35,8 @@ class MaskPlan:
         intervals: int32 ``[B, M, Nk, K, 2]``, contiguous; query rows in ``[start, end)`` do not see the
             column. Empty intervals have ``start == end``; the others are sorted and disjoint.
         rows: number of query rows, Nq.
+
+    Made by :meth:`from_intervals` or :meth:`cached`, which check; neither attribute may change afterwards.
     """
 
     intervals: Tensor
@@ -54,6 +57,10 @@ class MaskPlan:
             ValueError: wrong dtype or shape, or a column whose intervals are reversed, unsorted or overlap;
                 see :func:`ernie5.kernels.flashmask.intervals.normalised_intervals`.
         """
+        if torch.is_inference_mode_enabled():
+            # A plan outlives an evaluation and may be used by training.
+            with torch.inference_mode(False):
+                return cls(checked_intervals(intervals, rows).clone(), rows)
         return cls(checked_intervals(intervals, rows), rows)
 
     @classmethod
@@ -136,7 +143,10 @@ class MaskPlan:
     def prepared(self, key: Any, build: Callable[[], _T]) -> _T:
         """What ``build`` makes from this plan, made once; backends keep their own preparations here."""
         if key not in self._cache:
-            self._cache[key] = build()
+            # One thread builds, the others take what it built: kernels hold addresses of it.
+            with _building:
+                if key not in self._cache:
+                    self._cache[key] = build()
         return self._cache[key]
 
     def _runs(self, row_block: int, column_block: int) -> TileRuns:
@@ -146,6 +156,7 @@ class MaskPlan:
         )
 
 
+_building = threading.RLock()
 CACHE_BYTES = 256 << 20
 _cache: ByteCache[MaskPlan] = ByteCache(CACHE_BYTES)
 # Weak on both sides, as a plan holds its tensor.

@@ -22,7 +22,7 @@ struct Attention {
   double scale;
   Strided query, key, value, out;  // in the backward pass ``out`` is the forward's result
   float* lse;                      // [B, H, Nq], natural logarithm; -inf where a row sees nothing
-  // The mask: B or 1 batch entries, H-fold shared by key heads or one for all.
+  // The mask: 1 or B batch entries, 1 or Hk mask heads.
   int64_t mask_batch, mask_heads, intervals, padded_columns, row_block, column_block;
   const int32_t* bounds;   // [masks, K, 2, padded_columns]
   const int32_t* touched;  // [masks, column blocks, K, 2]: first and last masked row over the block
@@ -39,6 +39,7 @@ namespace {
 constexpr float LOG2E = 1.44269504088896341f;
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 constexpr int GROUP = 8;  // tiles between two updates of the running maximum
+constexpr float HUGE_SCORE = 65536.0f;
 constexpr int LINES_AHEAD = 8;  // of the tile's values, asked for while its keys are multiplied
 constexpr int MOST_SEGMENTS = 64;
 
@@ -189,9 +190,14 @@ int forward(const Attention& a) {
         const int columns = count * column_block;
         for (int r = 0; r < rows; r++) {
           float* row = s + r * group;
-          const float before = maxima[r], now = std::max(before, largest(row, columns) * scale);
+          const float before = maxima[r], top = largest(row, columns), now = std::max(before, top * scale);
           const float shift = now == -INFINITE ? 0.0f : now;
-          const float total = exponentials(row, columns, scale, shift);
+          // The product with the scale is rounded, by more than an exponent can bear if scores are huge: then the
+          // largest is taken off before.
+          const bool huge = std::fabs(shift) > HUGE_SCORE && now != before;
+          if (huge)
+            for (int j = 0; j < columns; j += LANES) store(row + j, load(row + j) - broadcast(top));
+          const float total = exponentials(row, columns, scale, huge ? 0.0f : shift);
           if (now != before) {
             const float shrink = std::exp2(before - shift);
             totals[r] *= shrink;
@@ -209,10 +215,11 @@ int forward(const Attention& a) {
       }
       for (int r = 0; r < rows; r++) {
         T* to = at_mutable<T>(a.out, b, first_row + r, h);
-        const float inverse = totals[r] > 0 ? 1.0f / totals[r] : 0.0f;
+        const bool blind = totals[r] == 0;  // sees nothing; a sum of NaN is none
+        const float inverse = blind ? 0.0f : 1.0f / totals[r];
         for (int d = 0; d < width; d++) put(to + d, sum[r * padded + d] * inverse);
         a.lse[(b * a.heads + h) * a.rows + first_row + r] =
-            totals[r] > 0 ? (maxima[r] + std::log2(totals[r])) / LOG2E : -INFINITE;
+            blind ? -INFINITE : (maxima[r] + std::log2(totals[r])) / LOG2E;
       }
     };
   });

@@ -72,12 +72,30 @@ def library() -> ctypes.CDLL:
     Raises:
         NativeUnavailableError: switched off, no compiler, or the compiler failed.
     """
-    wanted = os.environ.get("ERNIE_MULTI_NATIVE", "auto")
+    wanted = os.environ.get("ERNIE_MULTI_NATIVE") or "auto"
     if wanted == "off":
         raise NativeUnavailableError("the native kernels are switched off by ERNIE_MULTI_NATIVE=off")
     if wanted != "auto" and wanted not in VARIANTS:
         raise ValueError(f"ERNIE_MULTI_NATIVE={wanted!r} is unknown; known: auto, off, {', '.join(VARIANTS)}")
-    return ctypes.CDLL(str(built(best_variant() if wanted == "auto" else wanted)))
+    missing = VARIANTS[wanted][1] - cpu_flags() if wanted != "auto" else frozenset()
+    if missing:
+        raise ValueError(
+            f"ERNIE_MULTI_NATIVE={wanted} needs {', '.join(sorted(missing))}, which this CPU lacks; it can "
+            f"run {best_variant()}"
+        )
+    variant = best_variant() if wanted == "auto" else wanted
+    path = built(variant)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        if path.parent.name == "prebuilt":
+            raise NativeUnavailableError(f"{path} can't be loaded: {error}") from error
+        _log.warning("%s can't be loaded (%s); compiling it anew", path, error)
+    try:
+        path.unlink(missing_ok=True)
+        return ctypes.CDLL(str(built(variant)))
+    except OSError as error:
+        raise NativeUnavailableError(f"{path} can't be loaded: {error}") from error
 
 
 def built(variant: str) -> Path:
@@ -90,11 +108,16 @@ def built(variant: str) -> Path:
     target = _cache_folder() / f"kernels-{variant}-{_digest(compiler, flags)}.so"
     if not target.exists():
         # One process compiles, the others wait for it; the name appears only when the file is whole.
-        with open(target.with_suffix(".lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not target.exists():
-                _log.info("compiling the native kernels (%s) with %s", variant, compiler)
-                compile_to(target, compiler, flags)
+        try:
+            with open(target.with_suffix(".lock"), "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not target.exists():
+                    _log.info("compiling the native kernels (%s) with %s", variant, compiler)
+                    compile_to(target, compiler, flags)
+        except OSError as error:
+            raise NativeUnavailableError(
+                f"compiled kernels can't be kept in {target.parent} ({error}); set ERNIE_MULTI_CACHE"
+            ) from error
     return target
 
 
@@ -121,6 +144,8 @@ def compile_to(target: Path, compiler: str, flags: tuple[str, ...]) -> None:
                 f"{compiler} could not compile the native kernels (exit status {done.returncode}): "
                 f"{done.stderr.strip()[-2000:]}"
             )
+        if Path(name).stat().st_size == 0:
+            raise NativeUnavailableError(f"{compiler} said that it was done, but made nothing")
         os.chmod(name, 0o755)
         os.replace(name, target)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -148,20 +173,22 @@ def _digest(compiler: str, flags: tuple[str, ...]) -> str:
 
 @functools.cache
 def _version(compiler: str) -> str:
-    return subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60).stdout
+    try:
+        return subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NativeUnavailableError(f"{compiler} could not be run: {error}") from error
 
 
 def _cache_folder() -> Path:
     """A folder only this user can write to: what lies in it is loaded as code."""
     named = os.environ.get("ERNIE_MULTI_CACHE")
-    folder = Path(named) if named else Path.home() / ".cache" / "ernie-multi"
     try:
-        folder = folder / "native"
+        folder = (Path(named).expanduser() if named else Path.home() / ".cache" / "ernie-multi") / "native"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         state = folder.stat()
         if state.st_uid == os.getuid() and not state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             return folder
         reason = f"others may write to {folder}"
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
         reason = str(error)
     raise NativeUnavailableError(f"no folder for compiled kernels ({reason}); set ERNIE_MULTI_CACHE")

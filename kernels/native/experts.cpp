@@ -33,6 +33,7 @@ struct Experts {
 namespace {
 
 constexpr int CHUNK = 96;
+constexpr int CHUNKS = 4;   // of an expert's rows that a weight's gradient adds up at a time
 constexpr int SLICE = 96;   // rows of a weight's gradient that one task makes
 constexpr int FEW = 8;      // rows of an expert up to which its weights are used as they lie
 constexpr int DEPTH = 256;  // steps of K that stay in the first-level cache
@@ -204,7 +205,6 @@ int forward(const Experts& a) {
 // Rows [first, first + m) of one expert's weight gradient: the sum over its routed rows of left^T right. ``copy`` puts
 // columns of a chunk of the left operand into groups of TILE_ROWS, step after step; the right one lies in panels, chunk
 // by chunk.
-constexpr int CHUNKS = 4;
 template <class Copy>
 void weight_gradient(const Experts& a, int64_t e, int m, int columns, const float* right, float* left, float* c,
                      Copy copy, float* to, int n) {

@@ -51,6 +51,17 @@ INLINE Vector maximum(Vector a, Vector b) {
 #endif
 }
 
+// As above: the second operand where one of them is NaN.
+INLINE Vector minimum(Vector a, Vector b) {
+#if defined(__AVX512F__) && VECTOR_LANES == 16
+  return (Vector)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__) && VECTOR_LANES == 8
+  return (Vector)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+  return a < b ? a : b;
+#endif
+}
+
 // Halves are added until one lane is left.
 typedef float Four __attribute__((vector_size(16)));
 template <class Join>
@@ -69,12 +80,13 @@ INLINE float maximum_of(Vector v) {
   return reduced(v, [](Four a, Four b) { return a > b ? a : b; });
 }
 
-// 2**x for x <= 0 and for -inf, to about 2e-7; exactly 0 below -127 and exactly 1 at 0. Adding 1.5 * 2**23 rounds
+// 2**x for x <= 0, to about 2e-7; exactly 0 at -127 and below, exactly 1 at 0 and above (arguments above are rounding
+// errors of a difference that is at most 0). NaN stays NaN: both bounds give back their second operand then. Adding 1.5 * 2**23 rounds
 // to the nearest integer, which then stands in the low bits of the sum; shifted into the exponent it scales the
 // polynomial of the fraction. At the clamped -127 that leaves no bit of 1.0.
 INLINE Vector exp2_negative(Vector x) {
   const Vector magic = broadcast(12582912.0f);
-  Vector clamped = maximum(x, broadcast(-127.0f));
+  Vector clamped = minimum(Vector{}, maximum(broadcast(-127.0f), x));
   Vector shifted = clamped + magic;
   Vector f = clamped - (shifted - magic);
   Vector p = broadcast(1.326472722e-03f);

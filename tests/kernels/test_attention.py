@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -127,6 +130,10 @@ def test_bad_shapes_dtypes_and_plans_are_refused():
         ),
         ((q, k, v), {"backend": "quick"}, "unknown attention backend 'quick'"),
         ((q, k, v), {"window_size": -1, "causal": True}, "-1"),
+        ((q, k, v), {"window_size": 3.5}, "whole number"),
+        ((q, k, v), {"window_size": (3,)}, "whole number"),
+        ((q, k, v), {"softmax_scale": float("nan")}, "finite"),
+        ((q.numpy(), k, v), {}, "must be a tensor"),
         ((q, k, v, bounds), {"window_size": 3}, "two masks"),
         ((q, k, v, bounds.long()), {"causal": True}, "int32"),
         ((q, k, v, bounds), {}, "not defined"),
@@ -166,3 +173,60 @@ def test_whatever_the_bounds_the_answer_is_right_or_refused(shape, sizes, seed, 
         q.double(), k.double(), k.double(), bounds, causal=causal, backend="reference"
     )
     torch.testing.assert_close(out.double(), plain, atol=1e-5, rtol=1e-4)
+
+
+def test_a_window_wider_than_everything_is_none():
+    q, k, v = tensors(1, 12, 12, 1, 1, 8, torch.float64, seed=0)
+    for side in (12, 2**31, sys.maxsize):
+        torch.testing.assert_close(
+            flashmask_attention(q, k, v, window_size=side), flashmask_attention(q, k, v)
+        )
+
+
+@needs_native
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_a_broken_number_is_seen_wherever_it_is_visible_and_nowhere_else(which, value):
+    """A diverged model must not look healthy; a broken key must not reach rows that don't see it."""
+    inputs = [t.detach() for t in tensors(1, 100, 100, 2, 1, 16, torch.float32, seed=which)]
+    inputs[which][0, 50, 0] = value
+    plan = MaskPlan.from_intervals(mask_case("document", 100, 100, 1), 100)
+    out = flashmask_attention(*inputs, plan=plan, backend="native")
+    plain = flashmask_attention(*inputs, plan=plan, backend="reference")
+    broken, expected = (~torch.isfinite(t).all(-1) for t in (out, plain))
+    if which == 2:  # weights of exactly 0 times a broken value are broken too, inside a tile of columns
+        assert bool((broken | ~expected).all())
+    else:
+        assert torch.equal(broken, expected) and bool(broken.any())
+
+
+@needs_native
+@pytest.mark.parametrize("scale", [1e9, 1e18])
+def test_huge_scores_choose_the_largest(scale):
+    q, k, v = (t.detach() for t in tensors(1, 60, 60, 1, 1, 16, torch.float32, seed=5))
+    out = flashmask_attention(q * scale, k * scale, v, causal=True, backend="native")
+    exact = flashmask_attention(*(t.double() for t in (q * scale, k * scale, v)), causal=True)
+    torch.testing.assert_close(out.double(), exact, atol=1e-5, rtol=0)
+
+
+@needs_native
+def test_threads_may_share_a_fresh_plan():
+    inputs = [t.detach() for t in tensors(1, 600, 600, 2, 2, 16, torch.float32, seed=2)]
+    intervals = mask_case("causal_document", 600, 600, 2)
+    plain = flashmask_attention(*inputs, plan=MaskPlan.from_intervals(intervals, 600), backend="native")
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(20):
+            plan = MaskPlan.from_intervals(intervals, 600)
+            made = pool.map(
+                lambda _, plan=plan: flashmask_attention(*inputs, plan=plan, backend="native"), range(8)
+            )
+            assert all(torch.equal(out, plain) for out in made)
+
+
+@needs_native
+def test_a_plan_of_an_evaluation_serves_training():
+    inputs = tensors(1, 30, 30, 1, 1, 8, torch.float32, seed=3)
+    with torch.inference_mode():
+        plan = MaskPlan.cached(mask_case("causal", 30, 30, 1) + 0, 30)
+        flashmask_attention(*(t.detach() for t in inputs), plan=plan)
+    flashmask_attention(*inputs, plan=plan).sum().backward()

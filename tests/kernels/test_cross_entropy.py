@@ -50,3 +50,17 @@ def test_bad_shapes_are_refused():
         linear_cross_entropy(hidden[:, :2], head, target, weight)
     with pytest.raises(ValueError, match=r"must be \[4\]"):
         linear_cross_entropy(hidden, head, target[:3], weight)
+    for wrong in (-100, 5):
+        with pytest.raises(ValueError, match=rf"targets must be in \[0, 5\), got {wrong}"):
+            linear_cross_entropy(hidden, head, torch.full_like(target, wrong), weight)
+    with pytest.raises(ValueError, match="no rows"):
+        linear_cross_entropy(hidden, head[:0], target, weight)
+
+
+def test_second_derivatives_are_refused():
+    """They would be wrong: the gradient is made in the forward pass."""
+    hidden, head = torch.randn(4, 3, requires_grad=True), torch.randn(5, 3)
+    loss = linear_cross_entropy(hidden, head, torch.zeros(4, dtype=torch.long), torch.ones(4))
+    (grad,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    with pytest.raises(RuntimeError):
+        grad.square().sum().backward()

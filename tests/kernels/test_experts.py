@@ -142,6 +142,11 @@ def test_bad_input_is_refused(monkeypatch):
         ((x, gate_up, down, expert[:3], weight), {}, r"must be \[6, k\]"),
         ((x, gate_up, down, expert, weight, valid[:, :1]), {}, r"must be \[6, k\]"),
         ((x, gate_up, down, expert + 2, weight), {"backend": "native"}, "expert 5 was chosen, there are 4"),
+        ((x, gate_up, down, expert - 3, weight), {}, "expert -[0-9] was chosen"),
+        ((x, gate_up, down, expert.float(), weight), {}, "whole numbers"),
+        ((x, gate_up.bfloat16(), down, expert, weight), {}, "weights must agree"),
+        ((x, gate_up.half(), down.half(), expert, weight), {"backend": "native"}, "weights of torch.float16"),
+        ((x, gate_up[:, :0], down[..., :0], expert, weight), {}, "without extent"),
         ((x, gate_up, down, expert, weight), {"backend": "quick"}, "'quick'; known: auto, native"),
         ((x.double(), gate_up, down, expert, weight), {"backend": "native"}, "do not take torch.float64"),
     ]
@@ -151,3 +156,10 @@ def test_bad_input_is_refused(monkeypatch):
     monkeypatch.setenv("ERNIE_MULTI_EXPERTS", "loop")
     with pytest.raises(ValueError, match="'loop'"):
         sparse_swiglu(x, gate_up, down, expert, weight)
+
+
+def test_float64_runs_by_definition():
+    leaves, expert, valid, _ = problem((6, 2, 4, 8, 4), torch.float64, torch.float64)
+    x, gate_up, down, weight = leaves
+    out = sparse_swiglu(x, gate_up, down, expert, weight, valid)
+    assert torch.equal(out, sparse_swiglu(x, gate_up, down, expert, weight, valid, backend="reference"))

@@ -213,3 +213,34 @@ def test_a_folder_that_others_may_write_to_is_not_used(tmp_path: Path):
     folder.chmod(0o777)
     out, err = fresh(tmp_path).communicate(timeout=120)
     assert out == "done\n" and "others may write" in err
+
+
+def test_a_damaged_library_is_made_anew(tmp_path: Path):
+    process = fresh(tmp_path)
+    process.communicate(timeout=300)
+    (library,) = (tmp_path / "native").glob("*.so")
+    library.unlink()
+    library.write_bytes(b"")
+    out, err = fresh(tmp_path).communicate(timeout=300)
+    assert out == "done\n" and "compiling it anew" in err
+    assert library.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    "extra,reason",
+    [
+        ({"CXX": "/bin/true"}, "made nothing"),
+        ({"HOME": "", "ERNIE_MULTI_CACHE": "/proc/nowhere"}, "set ERNIE_MULTI_CACHE"),
+    ],
+)
+def test_what_keeps_the_kernels_from_being_made_is_said_and_panels_serve(tmp_path: Path, extra, reason):
+    out, err = fresh(tmp_path, **extra).communicate(timeout=120)
+    assert out == "done\n" and reason in err and "slower portable backend" in err
+
+
+def test_a_variant_that_this_cpu_lacks_is_refused(tmp_path: Path):
+    if build.best_variant() == "avx512_bf16":
+        pytest.skip("this CPU has every variant")
+    process = fresh(tmp_path, ERNIE_MULTI_NATIVE="avx512_bf16")
+    _, err = process.communicate(timeout=120)
+    assert process.returncode and "which this CPU lacks" in err
