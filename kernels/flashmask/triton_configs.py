@@ -69,12 +69,12 @@ _HALF: dict[tuple[str, str], dict[int, list[TileConfig]]] = {
         256: [_T(128, 64, 8, 2), _T(64, 64, 8, 2)],
     },
     ("dkdv", "sm_80"): {
-        64: [_T(32, 128, 8, 2), _T(64, 64, 8, 2)],
+        64: [_T(32, 128, 8, 2)],
         128: [_T(64, 64, 8, 2, most_intervals=2), _T(32, 64, 8, 2)],
-        256: [_T(64, 32, 8, 2), _T(32, 32, 8, 2)],
+        256: [_T(64, 32, 8, 2, most_intervals=2), _T(32, 32, 8, 2)],
     },
     ("dkdv", "sm_86"): {
-        64: [_T(32, 128, 8, 2), _T(64, 64, 8, 2)],
+        64: [_T(32, 128, 8, 2)],
         128: [_T(32, 64, 8, 2)],
         256: [_T(32, 32, 8, 2)],
     },
@@ -102,7 +102,7 @@ _HALF: dict[tuple[str, str], dict[int, list[TileConfig]]] = {
 # float32 products run on plain multiply-adds unless TF32 is allowed: small tiles, all families alike.
 _SINGLE: dict[str, dict[int, list[TileConfig]]] = {
     "forward": {64: [_T(32, 32, 4, 2)], 128: [_T(32, 32, 4, 2)], 256: [_T(32, 16, 4, 2)]},
-    "dkdv": {64: [_T(32, 32, 4, 2)], 128: [_T(16, 32, 8, 2)], 256: [_T(16, 16, 8, 1)]},
+    "dkdv": {64: [_T(32, 32, 4, 2)], 128: [_T(16, 32, 8, 1)], 256: [_T(16, 16, 8, 1)]},
     "dq": {64: [_T(32, 32, 4, 2)], 128: [_T(32, 32, 8, 2)], 256: [_T(16, 16, 4, 1)]},
 }
 _chosen: dict[ConfigKey, TileConfig] = {}
