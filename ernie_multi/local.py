@@ -107,9 +107,7 @@ class LocalModel:
             by_service.setdefault(modality_of(segment.modality).service, []).append(index)
         for service, indices in by_service.items():
             chosen = [segments[index] for index in indices]
-            for index, result in zip(
-                indices, self.media(service).encode_segments(chosen, features=features)
-            ):
+            for index, result in zip(indices, self.media(service).encode_segments(chosen, features=features)):
                 if isinstance(result, ErnieMultiError):
                     raise result
                 spans[index] = result
