@@ -19,6 +19,18 @@ import typer
 
 import ernie_multi
 from ernie5.protocol.errors import ErnieMultiError, InvalidInputError
+from ernie_multi.options import (
+    DataOption,
+    Minutes,
+    ModelOption,
+    OutFolder,
+    RedisUrl,
+    RunName,
+    SamplesOption,
+    Steps,
+    TasksOption,
+    UrlOption,
+)
 
 app = typer.Typer(
     name="ernie-multi",
@@ -82,24 +94,6 @@ _EXTRAS = {
     "av": "audio",
     "PIL": "vision",
 }
-
-RunName = Annotated[str | None, typer.Option("--run", help="Name of the run, whose streams are used.")]
-RedisUrl = Annotated[
-    str | None,
-    typer.Option("--redis-url", help="redis://, rediss:// or unix://; none starts a Redis of its own."),
-]
-ModelOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--model", "-m", help="Folder of a trained model. Default: ERNIE_MULTI_MODEL, else the newest run."
-    ),
-]
-UrlOption = Annotated[
-    str | None, typer.Option("--url", help="Address of a running gateway instead of a model.")
-]
-OutFolder = Annotated[Path, typer.Option("--out", "-o", help="Folder that receives the results.")]
-Steps = Annotated[int | None, typer.Option("--steps", min=1, help="Number of training steps.")]
-Minutes = Annotated[float | None, typer.Option("--minutes", min=0.1, help="Train for about this long.")]
 
 
 def _function(module: str, name: str) -> Any:
@@ -277,13 +271,6 @@ def routing(
     _function("ernie_multi.routing", "run")(
         checkpoint, out, data=data, split=split, samples=samples, depth=depth, width=experts, top_k=top_k
     )
-
-
-DataOption = Annotated[str, typer.Option("--data", "-d", help="Corpus to calibrate on, by name or path.")]
-TasksOption = Annotated[
-    str | None, typer.Option("--tasks", help="Its tasks, joined by commas. Default: all.")
-]
-SamplesOption = Annotated[int, typer.Option("--samples", min=1, help="Samples of each task.")]
 
 
 @app.command()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 
 import torch
 from torch import Tensor
@@ -13,7 +12,6 @@ from torch.nn import functional as F
 from ernie5.kernels.dispatch import dispatch_order
 from ernie5.kernels.native import build
 
-_log = logging.getLogger(__name__)
 _COUNTS = (
     "tokens",
     "slots",
@@ -209,26 +207,12 @@ def _panel() -> int:
 
 
 def _run(name: str, call: _Experts) -> None:
-    status = getattr(_library(), name)(ctypes.byref(call))
-    if status == 1:
-        raise MemoryError(f"{name}: no memory for {call.rows} rows of {call.width} x {call.hidden}")
-    if status:
-        raise RuntimeError(f"{name} failed with status {status}")
+    build.run(_library(), name, call, f"{call.rows} rows of {call.width} x {call.hidden}")
 
 
 @torch.compiler.assume_constant_result
 def _available() -> bool:
-    return _found()
-
-
-@functools.cache
-def _found() -> bool:
-    try:
-        _library()
-    except build.NativeUnavailableError as error:
-        _log.warning("experts on this CPU use torch's grouped products: %s", error)
-        return False
-    return True
+    return build.available("experts on this CPU use torch's grouped products")
 
 
 @torch.compiler.assume_constant_result

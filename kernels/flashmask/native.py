@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 from typing import NamedTuple
 
 import torch
@@ -14,7 +13,6 @@ from torch.nn import functional as F
 from ernie5.kernels.flashmask.plan import MaskPlan
 from ernie5.kernels.native import build
 
-_log = logging.getLogger(__name__)
 _LAST_ROW = 2**31 - 1
 _MOST_WIDTH = 512
 
@@ -156,17 +154,7 @@ def supports(query: Tensor) -> bool:
 
 @torch.compiler.assume_constant_result
 def _available() -> bool:
-    return _found()
-
-
-@functools.cache
-def _found() -> bool:
-    try:
-        _library()
-    except build.NativeUnavailableError as error:
-        _log.warning("attention on this CPU uses the slower portable backend: %s", error)
-        return False
-    return True
+    return build.available("attention on this CPU uses the slower portable backend")
 
 
 @functools.cache
@@ -178,11 +166,7 @@ def _library() -> ctypes.CDLL:
 
 
 def _run(name: str, call: _Attention) -> None:
-    status = getattr(_library(), name)(ctypes.byref(call))
-    if status == 1:
-        raise MemoryError(f"{name}: no memory for {call.rows} x {call.columns} with {call.heads} heads")
-    if status:
-        raise RuntimeError(f"{name} failed with status {status}")
+    build.run(_library(), name, call, f"{call.rows} x {call.columns} with {call.heads} heads")
 
 
 def _describe(

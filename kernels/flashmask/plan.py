@@ -114,8 +114,8 @@ class MaskPlan:
             return self
         if self.batch != 1:
             raise ValueError(f"a plan of {self.batch} batch rows can't serve {batch}")
-        repeated = self.intervals.expand(batch, -1, -1, -1, -1).contiguous()
-        return self.prepared(("expanded", batch), lambda: MaskPlan(repeated, self.rows))
+        repeated = self.intervals.expand(batch, -1, -1, -1, -1)
+        return self.prepared(("expanded", batch), lambda: MaskPlan(repeated.contiguous(), self.rows))
 
     def row_tiles(self, row_block: int = BLOCK, column_block: int = BLOCK) -> TileList:
         """Per strip of ``row_block`` query rows, the visible tiles of ``column_block`` key columns."""

@@ -98,6 +98,26 @@ def library() -> ctypes.CDLL:
         raise NativeUnavailableError(f"{path} can't be loaded: {error}") from error
 
 
+@functools.cache
+def available(instead: str) -> bool:
+    """Whether the kernels can be had; the log says once why not, after ``instead``: what happens without."""
+    try:
+        library()
+    except NativeUnavailableError as error:
+        _log.warning("%s: %s", instead, error)
+        return False
+    return True
+
+
+def run(kernels: ctypes.CDLL, name: str, call: ctypes.Structure, size: str) -> None:
+    """Call ``name`` of the kernels; its failures come as exceptions, ``size`` says what found no memory."""
+    status = getattr(kernels, name)(ctypes.byref(call))
+    if status == 1:
+        raise MemoryError(f"{name}: no memory for {size}")
+    if status:
+        raise RuntimeError(f"{name} failed with status {status}")
+
+
 def built(variant: str) -> Path:
     """The library of one variant, made if need be."""
     prebuilt = _FOLDER / "prebuilt" / prebuilt_name(platform.machine(), variant)
