@@ -146,10 +146,12 @@ class SeriesCodec(Codec[Series]):
 def error_bound(low: float, extent: float, levels: int = LEVELS) -> float:
     """The largest error of a sample of a channel after so many levels (at least 2), header included.
 
-    The header's float64 keeps 8 * levels - 12 bits of its mantissa.
+    The header's float64 keeps 8 * levels - 12 bits of its mantissa; below the smallest normal number, the
+    same steps as at it.
     """
     lost = 0.0 if levels >= LEVELS else 2.0 ** -(8 * levels - 12)
-    return extent * 2.0 ** -(2 * levels + 1) + (abs(low) + extent) * (lost + 2.0**-50)
+    header = abs(low) + extent + 2 * np.finfo(np.float64).smallest_normal
+    return float(extent * 2.0 ** -(2 * levels + 1) + header * (lost + 2.0**-50))
 
 
 def _codebooks(base: Any) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from PIL import Image
@@ -44,6 +44,7 @@ def series(draw: st.DrawFn) -> Series:
 
 
 @given(series(), st.integers(3, 8))
+@example(Series(np.array([[2.22507386e-309]])), 3)  # below the smallest normal number
 def test_samples_of_a_series_stay_within_the_bound_of_the_levels_kept(value: Series, levels: int) -> None:
     span = SERIES.encode(value, AUDIO)
     layout = span.layout
