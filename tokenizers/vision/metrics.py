@@ -35,8 +35,8 @@ def ssim(left: Tensor, right: Tensor) -> Tensor:
     return similarity.mean((1, 2, 3))
 
 
-def bit_balance(codes: Tensor, bits: int) -> float:
-    """Mean marginal entropy of the bits of ``codes`` [...], in bits (1 where all are set half the time)."""
+def bit_entropies(codes: Tensor, bits: int) -> Tensor:
+    """Marginal entropy of each bit of ``codes`` [...], float64 ``[bits]``: 1 if set half the time."""
     shifts = torch.arange(bits, device=codes.device)
     share = ((codes.flatten().unsqueeze(-1) >> shifts) & 1).double().mean(0).clamp(1e-9, 1 - 1e-9)
-    return float(-(share * share.log2() + (1 - share) * (1 - share).log2()).mean())
+    return -(share * share.log2() + (1 - share) * (1 - share).log2())

@@ -1,4 +1,4 @@
-"""The training form of the multi-scale bit quantiser: straight-through gradients and its two regularisers."""
+"""The training form of the multi-scale bit quantiser: straight-through gradients, and bits kept in use."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 from ernie5.kernels.scales import gain_of
 
-# Entropy weight of the coarsest scale relative to the finest. Coarse scales give few samples a batch and
-# their bits die first (measured: 0.7 bits of 1 at 1x1 with equal weights).
+# Weight of the coarsest scale's balance relative to the finest one's: coarse bits die first.
 _COARSE_EMPHASIS = 6.0
 _SHARPNESS = 3.0
+_MEMORY = 0.98
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,38 +22,71 @@ class QuantisedBatch:
     """``total`` [B, d, h, w] carries gradients to the latent; the two losses are scalars."""
 
     total: Tensor
-    entropy_loss: Tensor
+    balance_loss: Tensor
     commitment_loss: Tensor
 
 
+class BitBalance:
+    """Running shares of set bits, by grid, scale and channel.
+
+    A batch of ten pictures has ten samples of the coarsest bits, too few to tell which of them are always
+    set. The entropy of a bit's share m has the derivative log((1 - m) / m), so the running share gives the
+    direction and the batch only the gradient.
+    """
+
+    def __init__(self) -> None:
+        self.shares: dict[tuple[int, int], Tensor] = {}
+
+    def loss(self, soft: Sequence[Tensor], grid: tuple[int, int]) -> Tensor:
+        """Take in the batch's mean soft bits, ``[d]`` a scale, coarsest first; the descent to balance."""
+        now = torch.stack(list(soft))
+        if grid not in self.shares:
+            self.shares[grid] = torch.full_like(now.detach(), 0.5)
+        share = self.shares[grid].lerp_(now.detach(), 1 - _MEMORY).clamp(0.01, 0.99)
+        steps = torch.linspace(1, 0, len(now)) if len(now) > 1 else torch.zeros(1)
+        slope = torch.log(share / (1 - share)) * (_COARSE_EMPHASIS**steps)[:, None]
+        return (now * slope).mean()
+
+    def state(self) -> dict[str, Tensor]:
+        return {f"{height}x{width}": share for (height, width), share in self.shares.items()}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        for name, share in state.items():
+            height, width = name.split("x")
+            self.shares[int(height), int(width)] = share
+
+
 def quantise_straight_through(
-    latent: Tensor, schedule: Sequence[tuple[int, int]], kept: Tensor | None = None
+    latent: Tensor,
+    schedule: Sequence[tuple[int, int]],
+    kept: Tensor | None = None,
+    bits: Tensor | None = None,
+    balance: BitBalance | None = None,
 ) -> QuantisedBatch:
     """Quantise ``latent`` [B, d, h, w] as :func:`ernie5.kernels.scales.quantise` does, with gradients.
 
-    ``kept`` [B] int: how many coarse scales of each picture enter its total (all if None); the dropped ones
-    teach the decoder to draw from a prefix, and the encoder to put meaning into coarse scales.
+    Args:
+        latent: at the scale of all d bits.
+        schedule: grids, coarsest first.
+        kept: [B] int, how many coarse scales of each picture enter its total (all if None); the dropped ones
+            teach the decoder to draw from a prefix, and the encoder to put meaning into coarse scales.
+        bits: [B] int, how many channels of each picture enter its total (all if None).
+        balance: of the run; without it the balance loss is 0.
     """
-    bits, grid = latent.shape[1], latent.shape[-2:]
+    channels, grid = latent.shape[1], (latent.shape[-2], latent.shape[-1])
     residual, total = latent, torch.zeros_like(latent)
-    entropy = latent.new_zeros(())
     commitment = latent.new_zeros(())
-    last = max(len(schedule) - 1, 1)
+    soft = []
     for scale, size in enumerate(schedule):
         unit = F.normalize(F.adaptive_avg_pool2d(residual, size), dim=1)
-        level = torch.where(unit >= 0, 1.0, -1.0) / bits**0.5
-        commitment = commitment + F.mse_loss(unit, level) * bits / len(schedule)
-        emphasis = _COARSE_EMPHASIS ** ((last - scale) / last)
-        entropy = entropy - emphasis * _batch_entropy(unit) / len(schedule)
+        level = torch.where(unit >= 0, 1.0, -1.0) / channels**0.5
+        commitment = commitment + F.mse_loss(unit, level) * channels / len(schedule)
+        soft.append(torch.sigmoid(unit * channels**0.5 * _SHARPNESS).mean((0, 2, 3)))
         through = unit + (level - unit).detach()
         added = F.interpolate(through, size=grid, mode="bilinear", align_corners=False) * gain_of(scale)
         residual = residual - added.detach()
         total = total + (added if kept is None else added * (kept > scale).view(-1, 1, 1, 1))
-    return QuantisedBatch(total, entropy, commitment)
-
-
-def _batch_entropy(unit: Tensor) -> Tensor:
-    """Mean entropy (nats) of each soft bit's mean over the batch; largest where it is set half the time."""
-    bits = unit.shape[1]
-    mean = torch.sigmoid(unit * bits**0.5 * _SHARPNESS).mean((0, 2, 3)).clamp(1e-6, 1 - 1e-6)
-    return -(mean * mean.log() + (1 - mean) * (1 - mean).log()).mean()
+    if bits is not None:
+        total = total * (torch.arange(channels) < bits[:, None])[:, :, None, None]
+    loss = latent.new_zeros(()) if balance is None else balance.loss(soft, grid)
+    return QuantisedBatch(total, loss, commitment)

@@ -1,14 +1,15 @@
 """The picture tokenizer: any picture to multi-scale bit codes and back.
 
 On one device kind a picture gets the same codes whatever else is in the batch: the network runs on
-batches of one fixed size per grid (one picture on a CPU; 16 on a GPU, filled up with blanks), in float32.
+batches of one fixed size per grid (one picture on a CPU; 16 on a GPU, filled up with blanks), in float32
+unless an :class:`~ernie5.tokenizers.vision.execution.Execution` says otherwise.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,6 +30,7 @@ from ernie5.protocol.grids import schedule_for
 from ernie5.protocol.samples import Segment
 from ernie5.protocol.tokens import ResizePad, ScalesLayout, TokenSpan
 from ernie5.tokenizers.base import Medium
+from ernie5.tokenizers.vision.execution import Execution
 from ernie5.tokenizers.vision.model import STRIDE, VisionModel
 from ernie5.tokenizers.vision.preprocessing import ImageLimits, fit_to_canvas, open_image, restore
 from ernie5.tokenizers.vision.weights_file import FORMAT_VERSION, load_weights
@@ -39,7 +41,6 @@ Result = TypeVar("Result")
 FEATURE_ENCODER = "cnn"
 # Final grids above this many cells are refused on decoding: a span from the wire names its own grid.
 MAX_CELLS = 32 * 32
-_GPU_BATCH = 16
 _CONTAINERS = {"image/png": "PNG", "image/jpeg": "JPEG", "image/webp": "WEBP"}
 
 
@@ -47,8 +48,8 @@ class VisionTokenizer:
     """Encodes pictures to spans (:class:`~ernie5.protocol.tokens.TokenSpan`) of scales and decodes them.
 
     Attributes:
-        hash: identifies weights, format version, device kind and dtype.
-        bits: bits of one cell's code.
+        hash: identifies weights, format version, device kind, dtype and bit width.
+        bits: bits of one cell's code; those of a smaller width are the low bits of a larger one's.
         feature_width: C of the ``cnn`` features, float16 ``[N, 4, C]``: 2x2 neighbouring cells of the
             encoder's trunk before it is projected to bits, N in row-major order.
     """
@@ -56,15 +57,25 @@ class VisionTokenizer:
     modalities: tuple[str, ...] = ("image",)
 
     def __init__(
-        self, model: VisionModel, weights_digest: str, device: torch.device, limits: ImageLimits
+        self,
+        model: VisionModel,
+        weights_digest: str,
+        device: torch.device,
+        limits: ImageLimits,
+        bits: int | None = None,
+        execution: Execution | None = None,
     ) -> None:
+        widths = model.config.bit_widths
+        if bits is not None and bits not in widths:
+            raise ValueError(f"these weights code {' or '.join(map(str, widths))} bits a cell, not {bits}")
+        self.execution = execution or Execution(device)
         self.device = device
         self.limits = limits
-        self._model = model.to(device=device, dtype=torch.float32).eval().requires_grad_(False)
-        self._batch = _GPU_BATCH if device.type == "cuda" else 1
-        self.bits = model.config.bits
+        self.execution.place(model)
+        self._model = model
+        self.bits = bits or widths[0]
         self.feature_width = model.config.trunk_width
-        identity = f"vision/{FORMAT_VERSION}/{weights_digest}/{device.type}/float32"
+        identity = f"vision/{FORMAT_VERSION}/{weights_digest}/{self.execution.identity}/{self.bits}"
         self.hash = hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
 
     @classmethod
@@ -73,16 +84,22 @@ class VisionTokenizer:
         path: str | Path | None = None,
         device: str | torch.device | None = None,
         limits: ImageLimits | None = None,
+        bits: int | None = None,
+        execution: Execution | None = None,
     ) -> VisionTokenizer:
         """Load weights (the shipped ones if ``path`` is None) onto ``device`` (CUDA where present if None).
 
+        ``bits`` is one of the weights' bit widths, the smallest if None. ``execution`` names the device too,
+        and dtype and compilation.
+
         Raises:
-            FileNotFoundError, ValueError: see :func:`~ernie5.tokenizers.vision.weights_file.load_weights`.
+            FileNotFoundError, ValueError: see :func:`~ernie5.tokenizers.vision.weights_file.load_weights`;
+                or another number of bits.
         """
-        if device is None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+        execution = execution or Execution(device)
         model, card = load_weights(None if path is None else Path(path))
-        return cls(model, str(card["sha256"]), torch.device(device), limits or ImageLimits())
+        place = torch.device(execution.device or "cpu")
+        return cls(model, str(card["sha256"]), place, limits or ImageLimits(), bits, execution)
 
     def encode(self, image: Picture, *, features: bool = True, latent: bool = False) -> TokenSpan:
         """Tokenise one picture (file bytes or a Pillow picture).
@@ -122,6 +139,8 @@ class VisionTokenizer:
         for grid, entries in by_grid.items():
             trunks, latents = self._encode_canvases([canvas for _, canvas, _ in entries])
             codes = join_codes(quantise(latents, schedule_for(grid))).numpy().astype(np.uint32)
+            codes &= np.uint32((1 << self.bits) - 1)
+            latents = self._model.latent_of_width(latents, self.bits)
             for (index, _, transform), trunk, cells, code in zip(entries, trunks, latents, codes):
                 results[index] = TokenSpan(
                     modality="image",
@@ -205,7 +224,7 @@ class VisionTokenizer:
         if span.tokenizer != self.hash:
             raise TokenizerMismatchError(
                 f"span was made by tokenizer {span.tokenizer}, this one is {self.hash} "
-                f"({self.device.type}, float32); decode it with the tokenizer it came from",
+                f"({self.execution.identity}); decode it with the tokenizer it came from",
                 param="tokenizer",
             )
         layout = span.layout
@@ -224,29 +243,17 @@ class VisionTokenizer:
         """Canvases, uint8 ``[H, W, 3]``, to trunks ``[n, C, h, w]`` and latents ``[n, d, h, w]``."""
         pixels = torch.from_numpy(np.stack(canvases)).permute(0, 3, 1, 2).float() / 255
         trunks, latents = [], []
-        for part in pixels.split(self._batch):
-            trunk, latent = self._run(self._model.encode, part)
+        for part in pixels.split(self.execution.batch):
+            trunk, latent = self.execution.run(self._model.encode, part)
             trunks.append(trunk)
             latents.append(latent)
         return torch.cat(trunks), torch.cat(latents)
 
     def _decode_sums(self, sums: Tensor) -> np.ndarray:
         """Sums of scales ``[n, d, h, w]`` to uint8 ``[n, H, W, 3]``."""
-        parts = [self._run(lambda x: (self._model.decode(x),), part)[0] for part in sums.split(self._batch)]
+        parts = [self.execution.run(self._model.decode, part)[0] for part in sums.split(self.execution.batch)]
         pixels = (torch.cat(parts).clamp(0, 1) * 255).round().to(torch.uint8)
         return np.ascontiguousarray(pixels.permute(0, 2, 3, 1).numpy())
-
-    def _run(self, function: Callable[[Tensor], tuple[Tensor, ...]], part: Tensor) -> tuple[Tensor, ...]:
-        """Run on a batch filled up with zeros to the fixed size; results of the real items, on the CPU."""
-        count = len(part)
-        if count < self._batch:
-            part = torch.cat([part, part.new_zeros(self._batch - count, *part.shape[1:])])
-        with (
-            torch.inference_mode(),
-            torch.backends.cudnn.flags(benchmark=False, deterministic=True, allow_tf32=False),
-        ):
-            outputs = function(part.contiguous().to(self.device))
-        return tuple(output[:count].cpu() for output in outputs)
 
 
 def _only(results: list[Result | ErnieMultiError]) -> Result:

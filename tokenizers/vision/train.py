@@ -2,9 +2,10 @@
 
     train(load_training_data(folder), minutes=22, out=Path("runs/vision-tokenizer"))
 
-A run is bounded by minutes (learning rate follows the time spent) or by steps, writes a checkpoint now and
-then, and goes on from it with ``resume=True``. It ends with the weights in float16, a card with the
-held-out figures, and a sample grid.
+A run is bounded by minutes (the learning rate follows the time spent) or by steps, writes a checkpoint now
+and then, and goes on from it with ``resume=True``. Minutes are processor time, so other work on the machine
+makes a run later, not worse. It ends with the weights in float16, a card with the held-out figures, and a
+sample grid.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from ernie5.tokenizers.vision.judge import train_judge
 from ernie5.tokenizers.vision.metrics import ssim
 from ernie5.tokenizers.vision.model import STRIDE, VisionModel, VisionModelConfig, count_parameters
 from ernie5.tokenizers.vision.optimizer import Muon
-from ernie5.tokenizers.vision.quantiser import quantise_straight_through
-from ernie5.tokenizers.vision.training_data import BatchSampler, TrainingData
+from ernie5.tokenizers.vision.quantiser import BitBalance, quantise_straight_through
+from ernie5.tokenizers.vision.training_data import PICTURE_GRID, BatchSampler, TrainingData
 from ernie5.tokenizers.vision.weights_file import FORMAT_VERSION, save_weights
 
 
@@ -37,19 +38,22 @@ from ernie5.tokenizers.vision.weights_file import FORMAT_VERSION, save_weights
 class TrainingOptions:
     """Settings of one run; losses are weighted sums (see :func:`_loss`)."""
 
-    batch_size: int = 10
-    digit_share: float = 0.36
+    batch_size: int = 12
+    digit_share: float = 0.24
     other_share: float = 0.12
     learning_rate: float = 1.5e-3
     muon_learning_rate: float = 3e-3
-    average_decay: float = 0.998
+    average_decay: float = 0.999
     truncated_share: float = 0.12
     truncated_weight: float = 0.5
+    narrow_share: float = 0.6
+    """Of the pictures, those decoded from a bit width below the largest."""
     squared_weight: float = 20.0
-    structure_weight: float = 0.2
-    entropy_weight: float = 0.02
+    decibel_weight: float = 0.05
+    structure_weight: float = 0.25
+    balance_weight: float = 0.02
     commitment_weight: float = 0.01
-    evaluate_seconds: float = 240.0
+    evaluate_seconds: float = 600.0
     seed: int = 0
 
 
@@ -69,7 +73,7 @@ def train(
     Args:
         data: see :func:`~ernie5.tokenizers.vision.training_data.load_training_data`.
         out: folder of the run.
-        minutes: training time, evaluation not counted; or
+        minutes: training time, in minutes of the processor, evaluation not counted; or
         steps: number of steps. Exactly one of the two.
         resume: go on from ``out``'s checkpoint if there is one.
         config: sizes of the model.
@@ -149,13 +153,14 @@ class _Run:
             other_share=options.other_share,
             seed=options.seed,
         )
+        self.balance = BitBalance()
         self.step, self.seconds = 0, 0.0
         self.error = 0.1
         self.curve: list[dict[str, object]] = []
 
     def advance(self, progress: float) -> float:
         """One step at ``progress`` in [0, 1) of the run; returns the running mean squared error."""
-        started = time.monotonic()
+        started = time.process_time()
         options = self.options
         factor = min(1.0, (self.step + 1) / 50) * (0.5 + 0.5 * math.cos(math.pi * min(progress, 1.0))) + 0.005
         for optimizer in self.optimizers.values():
@@ -163,20 +168,32 @@ class _Run:
                 group["lr"] = optimizer.defaults["lr"] * factor
         self.model.train()
         batch = self.sampler.draw(self.step).contiguous(memory_format=torch.channels_last)
-        loss, squared = _loss(self.model, batch, options, self.step)
+        loss, squared = _loss(self.model, batch, options, self.balance, self.step)
         self.model.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self.optimizers.values():
             optimizer.step()
+        self._centre(factor)
         self.step += 1
         decay = min(options.average_decay, (1 + self.step) / (20 + self.step))
         with torch.no_grad():
-            for name, value in self.model.state_dict().items():
-                self.average[name].lerp_(value, 1 - decay)
+            current = self.model.state_dict()
+            torch._foreach_lerp_([self.average[name] for name in current], list(current.values()), 1 - decay)
         self.error += 0.02 * (squared - self.error)
-        self.seconds += time.monotonic() - started
+        self.seconds += time.process_time() - started
         return self.error
+
+    @torch.no_grad()
+    def _centre(self, factor: float) -> None:
+        """Shift each latent channel against the share of pictures that set its coarsest bit.
+
+        A bit that is always set has no gradient left to free it; the shift needs none.
+        """
+        share = self.balance.shares.get(PICTURE_GRID)
+        if share is not None:
+            assert self.model.to_latent.bias is not None
+            self.model.to_latent.bias.sub_((2 * share[0] - 1) * 2e-3 * factor)
 
     def averaged_model(self) -> VisionModel:
         model = VisionModel(self.model.config)
@@ -194,6 +211,7 @@ class _Run:
         for kind, optimizer in self.optimizers.items():
             for index, state in optimizer.state_dict()["state"].items():
                 tensors |= {f"{kind}.{index}.{name}": value for name, value in state.items()}
+        tensors |= {f"balance.{name}": value for name, value in self.balance.state().items()}
         self.out.mkdir(parents=True, exist_ok=True)
         counters = {"step": self.step, "seconds": self.seconds, "error": self.error, "curve": self.curve}
         metadata = {"state": json.dumps(counters), "format": str(FORMAT_VERSION)}
@@ -210,6 +228,7 @@ class _Run:
         tensors = load_file(path)
         self.model.load_state_dict(_below(tensors, "model."))
         self.average = _below(tensors, "average.")
+        self.balance.restore(_below(tensors, "balance."))
         for kind, optimizer in self.optimizers.items():
             state: dict[int, dict[str, Tensor]] = {}
             for name, value in _below(tensors, f"{kind}.").items():
@@ -223,13 +242,16 @@ class _Run:
         self.error, self.curve = counters["error"], counters["curve"]
 
 
-def _loss(model: VisionModel, batch: Tensor, options: TrainingOptions, step: int) -> tuple[Tensor, float]:
-    """Weighted sum of the errors, bit entropy and commitment; and the plain squared error.
+def _loss(
+    model: VisionModel, batch: Tensor, options: TrainingOptions, balance: BitBalance, step: int
+) -> tuple[Tensor, float]:
+    """Weighted sum of the errors, bit balance and commitment; and the plain squared error.
 
     A share of the pictures is decoded from a random prefix of the scales, at less weight, so that coarse
-    scales alone already draw a coarse picture (next-scale generation builds on them).
+    scales alone already draw a coarse picture (next-scale generation builds on them); and a share from a
+    smaller bit width. The logarithm of the squared error keeps easy pictures improving.
     """
-    count = len(batch)
+    count, widths = len(batch), model.config.bit_widths
     schedule = schedule_for((batch.shape[2] // STRIDE, batch.shape[3] // STRIDE))
     random = torch.Generator().manual_seed(options.seed * 1_000_003 + step + 500_000_000)
     truncated = torch.rand(count, generator=random) < options.truncated_share
@@ -237,17 +259,23 @@ def _loss(model: VisionModel, batch: Tensor, options: TrainingOptions, step: int
     if len(schedule) > 1:
         prefix = torch.randint(1, len(schedule), (count,), generator=random)
         kept = torch.where(truncated, prefix, kept)
+    bits = torch.full((count,), widths[-1])
+    if len(widths) > 1:
+        narrow = torch.rand(count, generator=random) < options.narrow_share
+        smaller = torch.tensor(widths)[torch.randint(len(widths) - 1, (count,), generator=random)]
+        bits = torch.where(narrow, smaller, bits)
     weight = torch.where(truncated, options.truncated_weight, 1.0)
     weight = weight / weight.sum()
-    coded = quantise_straight_through(model.encode(batch)[1], schedule, kept)
+    coded = quantise_straight_through(model.encode(batch)[1], schedule, kept, bits, balance)
     decoded = model.decode(coded.total)
     squared = ((decoded - batch) ** 2).mean((1, 2, 3))
     absolute = (decoded - batch).abs().mean((1, 2, 3))
     structure = 1 - ssim(decoded, batch)
     error = options.squared_weight * squared + absolute + options.structure_weight * structure
+    error = error + options.decibel_weight * torch.log(squared + 1e-4)
     loss = (
         (weight * error).sum()
-        + options.entropy_weight * coded.entropy_loss
+        + options.balance_weight * coded.balance_loss
         + options.commitment_weight * coded.commitment_loss
     )
     whole = squared.detach()[~truncated]
@@ -259,7 +287,7 @@ def _split_parameters(model: VisionModel) -> tuple[list[nn.Parameter], list[nn.P
     layers = [layer for layer in model.modules() if isinstance(layer, nn.Conv2d)]
     outer = [model.encoder[1], model.to_latent, model.from_latent, layers[-1]]
     chosen = {id(layer.weight) for layer in layers if not any(layer is other for other in outer)}
-    parameters = list(model.parameters())
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return (
         [parameter for parameter in parameters if id(parameter) in chosen],
         [parameter for parameter in parameters if id(parameter) not in chosen],

@@ -20,6 +20,8 @@ from ernie5.tokenizers.vision.preprocessing import LARGE_GRIDS, fit_to_canvas, o
 
 PICTURE_FILES = ("emoji_noto", "emoji_twitter", "emoji_fluent3d", "stamps")
 DIGIT_FILE = "mnist"
+# How often a source's pictures are drawn: stamps are fewer and more varied than the three sets of emoji.
+_WEIGHTS = {"stamps": 2}
 PICTURE_GRID, DIGIT_GRID = (8, 8), (4, 4)
 # Canvases other than 64x64 and 32x32, so that every grid is met in training.
 OTHER_GRIDS = (*(grid for grid in LARGE_GRIDS if grid != PICTURE_GRID), (6, 6), DIGIT_GRID)
@@ -49,13 +51,14 @@ class TrainingData:
     """Arrays in memory.
 
     ``sprites`` uint8 [n, 96, 96, 4] RGBA, not premultiplied, and ``pictures`` uint8 [n, 3, 64, 64], the
-    same as the tokenizer's canvas; ``held_out`` uint8 [m, 3, 64, 64] with ``held_out_source`` [m] indices
-    into ``sources``; ``digits`` and ``held_out_digits`` uint8 [k, 28, 28], white on black, with their
-    labels.
+    same as the tokenizer's canvas, with ``source`` [n] indices into ``sources``; ``held_out`` uint8
+    [m, 3, 64, 64] with ``held_out_source`` [m]; ``digits`` and ``held_out_digits`` uint8 [k, 28, 28], white
+    on black, with their labels.
     """
 
     sprites: np.ndarray
     pictures: np.ndarray
+    source: np.ndarray
     held_out: np.ndarray
     held_out_source: np.ndarray
     sources: tuple[str, ...]
@@ -89,6 +92,7 @@ def load_training_data(folder: Path) -> TrainingData:
     return TrainingData(
         sprites=sprite[~test],
         pictures=canvases_of(sprite[~test], PICTURE_GRID),
+        source=source[~test],
         held_out=canvases_of(sprite[test], PICTURE_GRID),
         held_out_source=source[test],
         sources=PICTURE_FILES,
@@ -115,6 +119,8 @@ class BatchSampler:
         self.batch_size = batch_size
         self.digit_share, self.other_share = digit_share, other_share
         self.seed = seed
+        weights = [_WEIGHTS.get(data.sources[index], 1) for index in data.source]
+        self.order = np.repeat(np.arange(len(data.pictures)), weights)
         self.digit_canvases = canvases_of(data.digits, DIGIT_GRID)[:, :1]
 
     def draw(self, step: int) -> Tensor:
@@ -127,13 +133,16 @@ class BatchSampler:
             choice = int(torch.randint(len(OTHER_GRIDS), (), generator=random))
             return _vary_colours(self._sprites(self.batch_size, OTHER_GRIDS[choice], random), random)
         half = self.batch_size // 2
-        index = torch.randint(len(self.data.pictures), (self.batch_size - half,), generator=random).numpy()
+        index = self._draw_indices(self.batch_size - half, random)
         plain = torch.from_numpy(self.data.pictures[index]).float() / 255
         return _vary_colours(torch.cat([plain, self._sprites(half, PICTURE_GRID, random)]), random)
 
+    def _draw_indices(self, count: int, random: torch.Generator) -> np.ndarray:
+        return self.order[torch.randint(len(self.order), (count,), generator=random).numpy()]
+
     def _sprites(self, count: int, grid: tuple[int, int], random: torch.Generator) -> Tensor:
         """Sprites drawn at random scale, shift and background on the canvas of ``grid``."""
-        index = torch.randint(len(self.data.sprites), (count,), generator=random).numpy()
+        index = self._draw_indices(count, random)
         sprites = torch.from_numpy(self.data.sprites[index]).permute(0, 3, 1, 2).float() / 255
         colour, alpha = sprites[:, :3] * sprites[:, 3:], sprites[:, 3:]
         height, width = grid[0] * STRIDE, grid[1] * STRIDE

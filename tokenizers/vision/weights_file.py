@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from ernie5.tokenizers.vision.model import VisionModel, VisionModelConfig
 
 # Part of the tokenizer's hash: raise it when preprocessing, quantiser or the meaning of codes change.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 SHIPPED_WEIGHTS = Path(__file__).parent / "weights" / "image.safetensors"
 
 
@@ -45,7 +45,7 @@ def load_weights(path: Path | None = None) -> tuple[VisionModel, dict[str, objec
         raise ValueError(
             f"{path} has sha256 {digest}, its card says {card.get('sha256')}; copy both files again"
         )
-    model = VisionModel(VisionModelConfig(**card["config"]))
+    model = VisionModel(VisionModelConfig.from_json(card["config"]))
     model.load_state_dict({name: value.to(torch.float32) for name, value in load_file(path).items()})
     return model.eval(), card
 

@@ -1,0 +1,266 @@
+"""The recipe that trains the earlier slices of the video tokenizer on frozen picture weights, on one core.
+
+    train_video(load_video_data(folder), image, digest, minutes=15, out=Path("runs/video-tokenizer"))
+
+A run is bounded by minutes of the processor or by steps, writes a checkpoint now and then, and goes on from
+it with ``resume=True``. It ends with the slices in float16, a card with the held-out figures, and strips.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from ernie5.protocol.grids import schedule_for
+from ernie5.tokenizers.vision.metrics import ssim
+from ernie5.tokenizers.vision.model import STRIDE, VisionModel
+from ernie5.tokenizers.vision.optimizer import Muon
+from ernie5.tokenizers.vision.quantiser import BitBalance, quantise_straight_through
+from ernie5.tokenizers.vision.temporal import TemporalConfig, VideoModel, count_video_parameters
+from ernie5.tokenizers.vision.train import _below, _write_json
+from ernie5.tokenizers.vision.video_data import ClipSampler, VideoData, held_out_clips
+from ernie5.tokenizers.vision.video_evaluation import compare, evaluate_video, write_strips
+from ernie5.tokenizers.vision.video_weights import FORMAT_VERSION, load_video_weights, save_video_weights
+
+
+@dataclass(frozen=True, slots=True)
+class VideoTrainingOptions:
+    """Settings of one run; losses are weighted sums, as for pictures (see :func:`_loss`)."""
+
+    clips: int = 4
+    frames: int = 4
+    learning_rate: float = 4e-3
+    average_decay: float = 0.995
+    narrow_share: float = 0.6
+    squared_weight: float = 20.0
+    decibel_weight: float = 0.05
+    structure_weight: float = 0.25
+    balance_weight: float = 0.02
+    commitment_weight: float = 0.01
+    evaluate_seconds: float = 240.0
+    seed: int = 0
+
+
+def train_video(
+    data: VideoData,
+    image: VisionModel,
+    image_digest: str,
+    *,
+    out: Path,
+    minutes: float | None = None,
+    steps: int | None = None,
+    resume: bool = False,
+    start_from: Path | None = None,
+    config: TemporalConfig | None = None,
+    options: VideoTrainingOptions | None = None,
+    card: dict[str, object] | None = None,
+) -> dict[str, object]:
+    """Train, evaluate, and write the slices (``video.*``), ``strips.png`` and ``metrics.json`` to ``out``.
+
+    Args:
+        data: see :func:`~ernie5.tokenizers.vision.video_data.load_video_data`.
+        image: the picture network, which stays as it is.
+        image_digest: sha256 of its weights; the slices will fit no others.
+        out: folder of the run.
+        minutes: training time, in minutes of the processor, evaluation not counted; or
+        steps: number of steps. Exactly one of the two.
+        resume: go on from ``out``'s checkpoint if there is one.
+        start_from: ``video.safetensors`` to begin with, trained for these or similar picture weights.
+        config: sizes of the slices.
+        options: settings of the optimisation.
+        card: more entries for the card (data, licences, command).
+
+    Returns:
+        The held-out figures (of the float16 weights).
+    """
+    if (minutes is None) == (steps is None):
+        raise ValueError("give either minutes or steps")
+    if start_from is not None:
+        model, _ = load_video_weights(image, None, start_from)
+    else:
+        model = VideoModel(image, config)
+    run = _VideoRun(data, model, image_digest, options or VideoTrainingOptions(), out)
+    if resume:
+        run.restore()
+    budget = minutes * 60 if minutes is not None else float(steps or 0)
+    next_evaluation = run.seconds + run.options.evaluate_seconds
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[note]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns) as progress:
+        bar = progress.add_task("video tokenizer", total=budget, note="")
+        while (spent := run.seconds if minutes is not None else float(run.step)) < budget:
+            error = run.advance(spent / budget)
+            note = f"step {run.step} {-10 * math.log10(error):.2f} dB"
+            progress.update(bar, completed=spent, note=note)
+            if run.seconds >= next_evaluation:
+                next_evaluation = run.seconds + run.options.evaluate_seconds
+                run.log()
+                run.save()
+    run.save()
+    final = run.averaged()
+    with torch.no_grad():
+        for parameter in final.past.parameters():
+            parameter.copy_(parameter.half().float())
+    figures = evaluate_video(final, data)
+    write_strips(final, data, out / "strips.png")
+    _write_json(out / "metrics.json", {"figures": figures, "curve": run.curve})
+    save_video_weights(
+        final,
+        image_digest,
+        out / "video.safetensors",
+        {
+            **(card or {}),
+            "parameters": count_video_parameters(final),
+            "steps": run.step,
+            "training_seconds": round(run.seconds, 1),
+            "options": asdict(run.options),
+            "figures": figures,
+        },
+    )
+    return figures
+
+
+class _VideoRun:
+    """State of a training run: slices, their average, optimiser, counters."""
+
+    def __init__(
+        self, data: VideoData, model: VideoModel, image_digest: str, options: VideoTrainingOptions, out: Path
+    ) -> None:
+        torch.manual_seed(options.seed)
+        self.data, self.options, self.out, self.image_digest = data, options, out, image_digest
+        self.model = model.eval()
+        self.model.image.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.average = {name: value.clone() for name, value in model.past.state_dict().items()}
+        self.optimizer = Muon(model.past.parameters(), options.learning_rate)
+        self.sampler = ClipSampler(data, clips=options.clips, frames=options.frames, seed=options.seed)
+        self.balance = BitBalance()
+        self.step, self.seconds, self.error = 0, 0.0, 0.01
+        self.curve: list[dict[str, object]] = []
+
+    def advance(self, progress: float) -> float:
+        """One step at ``progress`` in [0, 1) of the run; returns the running mean squared error."""
+        started = time.process_time()
+        options = self.options
+        factor = min(1.0, (self.step + 1) / 30) * (0.5 + 0.5 * math.cos(math.pi * min(progress, 1.0))) + 0.01
+        for group in self.optimizer.param_groups:
+            group["lr"] = options.learning_rate * factor
+        loss, squared = _loss(self.model, self.sampler.draw(self.step), options, self.balance, self.step)
+        self.model.past.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.past.parameters(), 1.0)
+        self.optimizer.step()
+        self.step += 1
+        decay = min(options.average_decay, (1 + self.step) / (10 + self.step))
+        with torch.no_grad():
+            for name, value in self.model.past.state_dict().items():
+                self.average[name].lerp_(value, 1 - decay)
+        self.error += 0.02 * (squared - self.error)
+        self.seconds += time.process_time() - started
+        return self.error
+
+    def averaged(self) -> VideoModel:
+        """A model of the averaged slices, on the same picture network."""
+        model = VideoModel(self.model.image, self.model.config)
+        model.past.load_state_dict(self.average)
+        return model.eval()
+
+    def log(self) -> None:
+        bits = self.model.image.config.bit_widths[0]
+        clips = held_out_clips(self.data, self.options.frames)["animated"]
+        figures = compare(self.averaged(), clips, bits)
+        self.curve.append({"step": self.step, "seconds": round(self.seconds, 1), **figures})
+        _write_json(self.out / "metrics.json", {"curve": self.curve})
+
+    def save(self) -> None:
+        """Write the checkpoint; the previous one stays until the new one is complete."""
+        tensors = {f"past.{name}": value for name, value in self.model.past.state_dict().items()}
+        tensors |= {f"average.{name}": value for name, value in self.average.items()}
+        for index, state in self.optimizer.state_dict()["state"].items():
+            tensors |= {f"muon.{index}.{name}": value for name, value in state.items()}
+        tensors |= {f"balance.{name}": value for name, value in self.balance.state().items()}
+        self.out.mkdir(parents=True, exist_ok=True)
+        counters = {"step": self.step, "seconds": self.seconds, "error": self.error, "curve": self.curve}
+        metadata = {"state": json.dumps(counters), "format": str(FORMAT_VERSION), "image": self.image_digest}
+        path = self.out / "checkpoint.safetensors"
+        save_file({k: v.contiguous() for k, v in tensors.items()}, path.with_suffix(".part"), metadata)
+        os.replace(path.with_suffix(".part"), path)
+
+    def restore(self) -> None:
+        """Load the checkpoint of ``out``, if there is one.
+
+        Raises:
+            ValueError: it belongs to other picture weights.
+        """
+        path = self.out / "checkpoint.safetensors"
+        if not path.exists():
+            return
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata()
+        if metadata["image"] != self.image_digest:
+            raise ValueError(
+                f"{path} belongs to picture weights with sha256 {metadata['image']}, these have "
+                f"{self.image_digest}; begin a run of its own from its video.safetensors (--init)"
+            )
+        tensors = load_file(path)
+        self.model.past.load_state_dict(_below(tensors, "past."))
+        self.average = _below(tensors, "average.")
+        self.balance.restore(_below(tensors, "balance."))
+        state: dict[int, dict[str, Tensor]] = {}
+        for name, value in _below(tensors, "muon.").items():
+            index, key = name.split(".", 1)
+            state.setdefault(int(index), {})[key] = value
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+        counters = json.loads(metadata["state"])
+        self.step, self.seconds = counters["step"], counters["seconds"]
+        self.error, self.curve = counters["error"], counters["curve"]
+
+
+def _loss(
+    model: VideoModel, clips: Tensor, options: VideoTrainingOptions, balance: BitBalance, step: int
+) -> tuple[Tensor, float]:
+    """Weighted sum of the errors, bit balance and commitment; and the plain squared error.
+
+    Of frames after the first, which nothing trained here touches. A share of the clips is decoded from a
+    smaller bit width.
+    """
+    count, frames = clips.shape[:2]
+    widths = model.image.config.bit_widths
+    random = torch.Generator().manual_seed(options.seed * 1_000_003 + step + 750_000_000)
+    bits = torch.full((count,), widths[-1])
+    if len(widths) > 1:
+        narrow = torch.rand(count, generator=random) < options.narrow_share
+        smaller = torch.tensor(widths)[torch.randint(len(widths) - 1, (count,), generator=random)]
+        bits = torch.where(narrow, smaller, bits)
+    schedule = schedule_for((clips.shape[3] // STRIDE, clips.shape[4] // STRIDE))
+    _, latent = model.encode_clips(clips)
+    coded = quantise_straight_through(
+        latent.flatten(0, 1), schedule, None, bits.repeat_interleave(frames), balance
+    )
+    decoded = model.decode_clips(coded.total.unflatten(0, (count, frames)))[:, 1:].flatten(0, 1)
+    wanted = clips[:, 1:].flatten(0, 1)
+    squared = ((decoded - wanted) ** 2).mean((1, 2, 3))
+    absolute = (decoded - wanted).abs().mean((1, 2, 3))
+    error = options.squared_weight * squared + absolute
+    error = error + options.structure_weight * (1 - ssim(decoded, wanted))
+    error = error + options.decibel_weight * torch.log(squared + 1e-4)
+    loss = (
+        error.mean()
+        + options.balance_weight * coded.balance_loss
+        + options.commitment_weight * coded.commitment_loss
+    )
+    return loss, float(squared.detach().mean())
