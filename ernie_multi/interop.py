@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -12,10 +10,10 @@ from ernie5.backbone.elastic.subnetwork import choose_subnetwork
 from ernie5.backbone.interop import UpcycledExperts, export_model, import_model
 from ernie5.backbone.interop.tokenizer import SENTENCEPIECE_FILE, padded, why_not_lossless, write_tokenizer
 from ernie5.backbone.training.checkpoint import load_model, save_model
-from ernie5.protocol.errors import InvalidInputError, TokenizerMismatchError
+from ernie5.protocol.errors import TokenizerMismatchError
 from ernie5.protocol.vocabulary import UnifiedVocabulary
 from ernie5.tokenizers.text.tokenizer import WEIGHTS, TextTokenizer
-from ernie_multi.models import find_model
+from ernie_multi.models import find_model, write_whole
 
 TEXT_MODEL = "text.model"
 
@@ -53,7 +51,7 @@ def export_hf(
         export_model(backbone, target, subnetwork=chosen, dtype=getattr(torch, dtype))
         write_tokenizer(text, UnifiedVocabulary(backbone.config.text_vocabulary), target)
 
-    _write_whole(out, write)
+    write_whole(out, write)
     print(f"{out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
 
 
@@ -87,7 +85,7 @@ def import_hf(
         if text is not None:
             (target / TEXT_MODEL).write_bytes(text)
 
-    _write_whole(out, write)
+    write_whole(out, write)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"{out}: {parameters:,} parameters; {note}")
 
@@ -112,18 +110,3 @@ def _foreign_tokenizer(source: Path, size: int) -> tuple[bytes | None, str]:
         return model, f"text tokenizer {TextTokenizer(model).hash[:12]} of {size} pieces"
     except (ValueError, RuntimeError) as error:
         return None, f"no text tokenizer: that of {source} can't be one, {error}"
-
-
-def _write_whole(out: Path, write: Callable[[Path], None]) -> None:
-    """Fill a folder beside ``out`` and move it there, so that a failure leaves nothing half written."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise InvalidInputError(f"{out} exists and isn't an empty folder; name another", param="out")
-    temporary = out.resolve().with_name(f".{out.resolve().name}.partial")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        write(temporary)
-        if out.exists():
-            out.rmdir()
-        temporary.rename(out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

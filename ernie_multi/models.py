@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from ernie5.protocol.errors import InvalidInputError
@@ -80,3 +81,18 @@ def _folders(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+
+
+def write_whole(out: Path, write: Callable[[Path], None]) -> None:
+    """Fill a folder beside ``out`` and move it there, so that a failure leaves nothing half written."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InvalidInputError(f"{out} exists and isn't an empty folder; name another", param="out")
+    temporary = out.resolve().with_name(f".{out.resolve().name}.partial")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        write(temporary)
+        if out.exists():
+            out.rmdir()
+        temporary.rename(out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -78,12 +78,14 @@ def quantise_straight_through(
     commitment = latent.new_zeros(())
     soft = []
     for scale, size in enumerate(schedule):
-        unit = F.normalize(F.adaptive_avg_pool2d(residual, size), dim=1)
-        level = torch.where(unit >= 0, 1.0, -1.0) / channels**0.5
-        commitment = commitment + F.mse_loss(unit, level) * channels / len(schedule)
-        soft.append(torch.sigmoid(unit * channels**0.5 * _SHARPNESS).mean((0, 2, 3)))
-        through = unit + (level - unit).detach()
-        added = F.interpolate(through, size=grid, mode="bilinear", align_corners=False) * gain_of(scale)
+        # Not divided by the cell's norm first, as the method has it: that ties the channels to each other,
+        # and those that only the larger widths use would be pushed towards zero by the others.
+        pooled = F.adaptive_avg_pool2d(residual, size)
+        level = torch.where(pooled >= 0, 1.0, -1.0) * (gain_of(scale) / channels**0.5)
+        commitment = commitment + F.mse_loss(pooled, level) * channels / len(schedule)
+        soft.append(torch.sigmoid(pooled / level.abs() * _SHARPNESS).mean((0, 2, 3)))
+        through = pooled + (level - pooled).detach()
+        added = F.interpolate(through, size=grid, mode="bilinear", align_corners=False)
         residual = residual - added.detach()
         total = total + (added if kept is None else added * (kept > scale).view(-1, 1, 1, 1))
     if bits is not None:

@@ -30,8 +30,12 @@ from ernie5.tokenizers.vision.metrics import ssim
 from ernie5.tokenizers.vision.model import STRIDE, VisionModel, VisionModelConfig, count_parameters
 from ernie5.tokenizers.vision.optimizer import Muon
 from ernie5.tokenizers.vision.quantiser import BitBalance, quantise_straight_through
-from ernie5.tokenizers.vision.training_data import PICTURE_GRID, BatchSampler, TrainingData
+from ernie5.tokenizers.vision.training_data import BatchSampler, TrainingData
 from ernie5.tokenizers.vision.weights_file import FORMAT_VERSION, save_weights
+
+_LEVEL_EVERY = 10  # steps
+_LEVEL_PICTURES = 24
+_SPREAD = 1.45  # standard deviation of a latent channel over the value of a bit
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,7 @@ class TrainingOptions:
     average_decay: float = 0.999
     truncated_share: float = 0.12
     truncated_weight: float = 0.5
-    narrow_share: float = 0.6
+    narrow_share: float = 0.5
     """Of the pictures, those decoded from a bit width below the largest."""
     squared_weight: float = 20.0
     decibel_weight: float = 0.05
@@ -174,7 +178,8 @@ class _Run:
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self.optimizers.values():
             optimizer.step()
-        self._centre(factor)
+        if self.step % _LEVEL_EVERY == 0:
+            self._level()
         self.step += 1
         decay = min(options.average_decay, (1 + self.step) / (20 + self.step))
         with torch.no_grad():
@@ -185,15 +190,22 @@ class _Run:
         return self.error
 
     @torch.no_grad()
-    def _centre(self, factor: float) -> None:
-        """Shift each latent channel against the share of pictures that set its coarsest bit.
+    def _level(self) -> None:
+        """Hold the latent's channels at one spread, and their coarsest bits set in half of the pictures.
 
-        A bit that is always set has no gradient left to free it; the shift needs none.
+        Signs carry no gradient for either: a faint channel has the same bits in every scale after the first,
+        so the decoder learns nothing from it and it stays faint (the bits above the smallest width all did);
+        and a bit that is always set has nothing left to free it. Measured on pictures as the tokenizer meets
+        them.
         """
-        share = self.balance.shares.get(PICTURE_GRID)
-        if share is not None:
-            assert self.model.to_latent.bias is not None
-            self.model.to_latent.bias.sub_((2 * share[0] - 1) * 2e-3 * factor)
+        latent = self.model.encode(self.sampler.plain(_LEVEL_PICTURES, self.step))[1]
+        layer = self.model.to_latent
+        assert layer.bias is not None
+        spread = latent.std((0, 2, 3)).clamp_min(1e-4)
+        rate = (_SPREAD / self.model.config.bits**0.5 / spread).clamp(0.5, 2)
+        layer.weight.mul_(rate.view(-1, 1, 1, 1))
+        layer.bias.mul_(rate)
+        layer.bias.sub_(0.3 * (latent.mean((2, 3)) * rate).median(0).values)
 
     def averaged_model(self) -> VisionModel:
         model = VisionModel(self.model.config)
@@ -266,7 +278,9 @@ def _loss(
         bits = torch.where(narrow, smaller, bits)
     weight = torch.where(truncated, options.truncated_weight, 1.0)
     weight = weight / weight.sum()
-    coded = quantise_straight_through(model.encode(batch)[1], schedule, kept, bits, balance)
+    latent = model.encode(batch)[1]
+    latent.register_hook(lambda gradient: _tangential(gradient, latent.detach()))
+    coded = quantise_straight_through(latent, schedule, kept, bits, balance)
     decoded = model.decode(coded.total)
     squared = ((decoded - batch) ** 2).mean((1, 2, 3))
     absolute = (decoded - batch).abs().mean((1, 2, 3))
@@ -280,6 +294,18 @@ def _loss(
     )
     whole = squared.detach()[~truncated]
     return loss, float(whole.mean() if len(whole) else squared.detach().mean())
+
+
+def _tangential(gradient: Tensor, latent: Tensor) -> Tensor:
+    """The part of ``gradient`` [B, d, h, w] that changes neither mean nor spread of a channel of ``latent``.
+
+    Both are held by :meth:`_Run._level`; pushed by the loss too, they would drift against each other.
+    """
+    places = (0, 2, 3)
+    gradient = gradient - gradient.mean(places, keepdim=True)
+    centred = latent - latent.mean(places, keepdim=True)
+    along = (gradient * centred).mean(places, keepdim=True) / centred.square().mean(places, keepdim=True)
+    return gradient - along * centred
 
 
 def _split_parameters(model: VisionModel) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

@@ -137,6 +137,11 @@ class BatchSampler:
         plain = torch.from_numpy(self.data.pictures[index]).float() / 255
         return _vary_colours(torch.cat([plain, self._sprites(half, PICTURE_GRID, random)]), random)
 
+    def plain(self, count: int, step: int) -> Tensor:
+        """Training pictures as they are, float32 ``[count, 3, 64, 64]``, a function of the step."""
+        random = torch.Generator().manual_seed(self.seed * 1_000_003 + step + 700_000_000)
+        return torch.from_numpy(self.data.pictures[self._draw_indices(count, random)]).float() / 255
+
     def _draw_indices(self, count: int, random: torch.Generator) -> np.ndarray:
         return self.order[torch.randint(len(self.order), (count,), generator=random).numpy()]
 

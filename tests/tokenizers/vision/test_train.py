@@ -146,6 +146,23 @@ def test_a_width_in_training_draws_what_the_tokenizer_of_that_width_draws():
             torch.testing.assert_close(model.decode(total[item : item + 1]), drawn, atol=1e-5, rtol=0)
 
 
+def test_every_channel_keeps_its_spread_and_the_loss_does_not_push_it(data, tmp_path):
+    from ernie5.tokenizers.vision.train import _Run, _tangential
+
+    run = _Run(data, SMALL, OPTIONS, tmp_path)
+    with torch.no_grad():
+        run.model.to_latent.weight[12:] *= 0.1  # the channels that only the larger width uses, faint
+    for _ in range(41):
+        run.advance(0.5)
+    spread = run.model.encode(run.sampler.plain(24, 0))[1].detach().std((0, 2, 3)) * 16**0.5
+    assert float(spread.min()) > 0.9 and float(spread.max()) < 2.2
+    gradient, latent = torch.randn(2, 3, 4, 5, 5, generator=torch.Generator().manual_seed(0))
+    along = _tangential(gradient, latent)
+    assert float(along.mean((0, 2, 3)).abs().max()) < 1e-6
+    assert float((along * latent).mean((0, 2, 3)).abs().max()) < 1e-6
+    assert float(along.abs().mean()) > 0.5
+
+
 def test_balance_pushes_a_bit_that_is_always_set_towards_the_middle():
     balance, soft = BitBalance(), torch.tensor([0.9, 0.5, 0.1], requires_grad=True)
     for _ in range(200):
