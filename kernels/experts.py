@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from ernie5.kernels import experts_native
 from ernie5.kernels.dispatch import dispatch_order
+from ernie5.kernels.forward_mode import refuse_tangents
 
 BACKENDS = ("auto", "native", "grouped", "triton", "reference")
 
@@ -45,6 +46,8 @@ def sparse_swiglu(
 
     Raises:
         ValueError: shapes that don't fit one another, or an unknown or impossible backend.
+        NotImplementedError: an input carries a tangent of forward-mode differentiation, which ``reference``
+            alone knows.
     """
     _check(x_Td, gate_up_E2hd, down_Edh, expert_Tk, weight_Tk, valid_Tk)
     chosen = choose_backend(x_Td, backend)
@@ -54,6 +57,9 @@ def sparse_swiglu(
         chosen = "grouped"
     if chosen == "reference":
         return sparse_swiglu_reference(x_Td, gate_up_E2hd, down_Edh, expert_Tk, weight_Tk, valid_Tk)
+    if chosen in ("native", "triton"):
+        instead = "backend='reference' has one"
+        refuse_tangents(f"{chosen} experts", instead, x_Td, gate_up_E2hd, down_Edh, weight_Tk)
     if chosen == "native":
         return experts_native.sparse_swiglu(x_Td, gate_up_E2hd, down_Edh, expert_Tk, weight_Tk, valid_Tk)
     if chosen == "triton":

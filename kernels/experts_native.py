@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ernie5.kernels.dispatch import dispatch_order
+from ernie5.kernels.forward_mode import refuse_tangents
 from ernie5.kernels.native import build
 
 _COUNTS = (
@@ -151,6 +152,7 @@ def _remember(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 
 def _gradients(ctx, grad, _grad_gates):  # type: ignore[no-untyped-def]
+    refuse_tangents("the gradient of native experts", "backend='reference' has one", grad)
     return *_sparse_swiglu_backward(grad, *ctx.saved_tensors), None, None, None, None
 
 

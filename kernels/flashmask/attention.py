@@ -18,9 +18,11 @@ from ernie5.kernels.flashmask.paddle import intervals_from_startend
 from ernie5.kernels.flashmask.panels import panel_attention
 from ernie5.kernels.flashmask.plan import MaskPlan
 from ernie5.kernels.flashmask.reference import dense_attention
+from ernie5.kernels.forward_mode import refuse_tangents
 
 _log = logging.getLogger(__name__)
 _TRITON_WIDTH = 256
+_HAS_FORWARD_MODE = "backend='reference' has one"
 BACKENDS = ("auto", "native", "triton", "panels", "reference")
 
 
@@ -92,8 +94,12 @@ def flashmask_attention(
     Returns:
         ``[B, Nq, H, D]`` in the query's dtype; rows that see no key are 0 and their log-sum-exp is -inf.
 
+    Differentiable once, in reverse mode; ``reference`` as often as wanted and in both modes. What is hidden
+    adds nothing to results and gradients, even where it is not finite (but see docs/kernels.md about Triton).
+
     Raises:
         ValueError: shapes, dtypes or devices that don't fit one another, or an unknown backend.
+        NotImplementedError: an input carries a tangent, and the backend has no forward mode.
     """
     _check(query, key, value)
     if plan is None:
@@ -115,6 +121,7 @@ def flashmask_attention(
     elif chosen == "reference":
         out, lse = dense_attention(query, key, value, plan, scale)
     else:
+        refuse_tangents(f"{chosen} attention", _HAS_FORWARD_MODE, query, key, value)
         out, lse = _attention(query, key, value, plan.intervals, scale, chosen)
     return (out, lse.detach()) if return_softmax_lse else out
 
@@ -241,10 +248,13 @@ def _remember(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ctx.save_for_backward(query, key, value, out, lse, intervals)
     ctx.mark_non_differentiable(lse)
     ctx.scale, ctx.backend = scale, backend
+    # The backward pass finds the plan by its intervals, as long as somebody holds it.
+    ctx.plan = MaskPlan.living(intervals, query.shape[1])
 
 
 def _gradients(ctx, grad_out, _grad_lse):  # type: ignore[no-untyped-def]
     query, key, value, out, lse, intervals = ctx.saved_tensors
+    refuse_tangents(f"the gradient of {ctx.backend} attention", _HAS_FORWARD_MODE, grad_out)
     grads = _attention_backward(grad_out, query, key, value, out, lse, intervals, ctx.scale, ctx.backend)
     return (*grads, None, None, None)
 

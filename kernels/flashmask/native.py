@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ernie5.kernels.flashmask.panels import panel_backward, panel_forward
 from ernie5.kernels.flashmask.plan import MaskPlan
 from ernie5.kernels.native import build
 
 _LAST_ROW = 2**31 - 1
 _MOST_WIDTH = 512
+_NOT_FINITE = 3  # the kernels' code for a result that is not
 
 
 class _Strided(ctypes.Structure):
@@ -102,15 +104,21 @@ def native_forward(
     query: Tensor, key: Tensor, value: Tensor, plan: MaskPlan, softmax_scale: float
 ) -> tuple[Tensor, Tensor]:
     """``[B, Nq, H, D]`` and ``[B, Nk, Hk, D]`` (float32 or bfloat16, any strides) to the output in the same
-    dtype and the natural log-sum-exp, float32 ``[B, H, Nq]``."""
+    dtype and the natural log-sum-exp, float32 ``[B, H, Nq]``.
+
+    A result that is not finite may come of a hidden value (its weight of 0 times NaN is NaN), so then the
+    panels find out what is really seen.
+    """
     query, key, value = _dense_last(query), _dense_last(key), _dense_last(value)
     out = torch.empty(query.shape, dtype=query.dtype)
     lse = torch.empty(query.shape[0], query.shape[2], query.shape[1])
     mask = native_mask(plan)  # alive until the kernel is done, like all tensors that it reads
     call = _describe(query, key, value, out, lse, plan, mask, softmax_scale)
     call.offsets, call.entries = mask.row_offsets.data_ptr(), mask.row_entries.data_ptr()
-    _run("flashmask_forward", call)
-    return out, lse
+    if _run("flashmask_forward", call):
+        return out, lse
+    exact, lse = panel_forward(query, key, value, plan.expanded(len(query)), softmax_scale, strict=True)
+    return exact.to(query.dtype).contiguous(), lse.contiguous()
 
 
 def native_backward(
@@ -124,7 +132,8 @@ def native_backward(
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, contiguous, in their dtype. Sums run in a fixed order, so equal
-    inputs give equal bits on one number of threads."""
+    inputs give equal bits on one number of threads. What is not finite is treated as in
+    :func:`native_forward`."""
     query, key, value = _dense_last(query), _dense_last(key), _dense_last(value)
     grad_out = _dense_last(grad_out.to(query.dtype))
     grad_query, grad_key, grad_value = (torch.empty(t.shape, dtype=t.dtype) for t in (query, key, value))
@@ -137,7 +146,12 @@ def native_backward(
     # Parts for the threads to share when there are few heads; each costs a copy of the query's gradient.
     parts = -(-2 * call.threads // max(1, call.batch * call.key_heads)) if call.threads > 1 else 1
     call.chunks = min(8, parts)
-    _run("flashmask_backward", call)
+    if _run("flashmask_backward", call):
+        return grad_query, grad_key, grad_value
+    mended = panel_backward(
+        grad_out, None, query, key, value, out, lse, plan.expanded(len(query)), softmax_scale, strict=True
+    )
+    grad_query, grad_key, grad_value = (grad.contiguous() for grad in mended)
     return grad_query, grad_key, grad_value
 
 
@@ -165,8 +179,10 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-def _run(name: str, call: _Attention) -> None:
-    build.run(_library(), name, call, f"{call.rows} x {call.columns} with {call.heads} heads")
+def _run(name: str, call: _Attention) -> bool:
+    """Whether all results are finite."""
+    size = f"{call.rows} x {call.columns} with {call.heads} heads"
+    return build.run(_library(), name, call, size, known=_NOT_FINITE) == 0
 
 
 def _describe(

@@ -5,6 +5,10 @@ large operations and the cost grows with the visible area. As in FlashAttention 
 only the log-sum-exp is kept, and the backward pass computes the weights again. Everything is float32, or
 float64 for float64 inputs. Masks of partly visible panels are numbers to add, which on CPUs takes a tenth of
 the time of filling by a boolean mask; small plans keep them.
+
+That way a hidden number that is not finite spoils what it is added to and multiplied with, and shows in the
+result. A result that is not finite is therefore computed again, ``strict``: hidden pairs are left out by
+selection, slowly. The native backend does the same.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import threshold
 
 from ernie5.kernels.flashmask.plan import BLOCK, MaskPlan
+from ernie5.kernels.flashmask.visible import visible_sum
 
 _SCORES = 1 << 20  # scores computed at once: a few MiB, which stay in a cache
 _KEEP_BELOW = 16 << 20  # scores of one head; a plan with fewer keeps its panels with their masks
@@ -65,53 +70,104 @@ def panel_attention(
 class _PanelAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: MaskPlan, scale: float) -> Any:
-        key_heads = key.shape[2]
-        q, k, v = _flat(query, plan, key_heads), _flat(key, plan, key_heads), _flat(value, plan, key_heads)
-        out = q.new_zeros(*q.shape[:3], v.shape[-1])
-        lse = q.new_full(q.shape[:3], float("-inf"))
-        for panels in _panels(plan, q.shape[1] * q.shape[2]):
-            scores = _scores(q, k, panels, scale)
-            highest = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).min)
-            weights = _exp(scores.sub_(highest))
-            total = weights.sum(-1, keepdim=True)
-            # A row that sees nothing has weights of 0: 0 / 1 gives its output.
-            seen = weights @ _taken(v, panels.columns) / total.masked_fill(total == 0, 1.0)
-            _put(out, panels.rows, seen)
-            _put(lse.unsqueeze(-1), panels.rows, highest + total.log())
-        out, lse = _unflat(out, plan), _unflat(lse.unsqueeze(-1), plan).squeeze(-1)
+        out, lse = panel_forward(query, key, value, plan, scale)
+        if not _finite(out):
+            out, lse = panel_forward(query, key, value, plan, scale, strict=True)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.plan, ctx.scale = plan, scale
-        return out.to(query.dtype), lse.transpose(1, 2)
+        return out.to(query.dtype), lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> Any:
-        query, key, value, out, lse = ctx.saved_tensors
-        plan, scale, key_heads = ctx.plan, ctx.scale, key.shape[2]
-        q, k, v = _flat(query, plan, key_heads), _flat(key, plan, key_heads), _flat(value, plan, key_heads)
-        grad = _flat(grad_out, plan, key_heads)
-        # dS = P * (dO V^T - delta) with delta = rowsum(dO * O), less what comes through the log-sum-exp.
-        delta = (grad_out.to(out.dtype) * out).sum(-1) - grad_lse.to(out.dtype).transpose(1, 2)
-        delta = _flat(delta.unsqueeze(-1), plan, key_heads)
-        # Scores of -inf less 0 give the weights of rows that see nothing, 0.
-        lse = _flat(lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1), plan, key_heads)
-        grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for panels in _panels(plan, q.shape[1] * q.shape[2]):
-            weights = _exp(_scores(q, k, panels, scale).sub_(_taken(lse, panels.rows)))
-            out_rows = _taken(grad, panels.rows)
-            _add(grad_v, panels.columns, weights.transpose(-1, -2) @ out_rows)
-            scores = out_rows @ _taken(v, panels.columns).transpose(-1, -2)
-            scores = scores.sub_(_taken(delta, panels.rows)).mul_(weights).mul_(scale)
-            _put(grad_q, panels.rows, scores @ _taken(k, panels.columns))
-            _add(grad_k, panels.columns, scores.transpose(-1, -2) @ _taken(q, panels.rows))
-        grads = (_unflat(grad_q, plan), _unflat(grad_k, plan), _unflat(grad_v, plan))
-        return *(grad.to(query.dtype) for grad in grads), None, None
+        arguments = (grad_out, grad_lse, *ctx.saved_tensors, ctx.plan, ctx.scale)
+        grads = panel_backward(*arguments)
+        if not _finite(*grads):
+            grads = panel_backward(*arguments, strict=True)
+        return *grads, None, None
 
 
-def _scores(q: Tensor, k: Tensor, panels: _Panels, scale: float) -> Tensor:
-    """Scaled and masked, ``[P, heads, groups * R, W]``."""
+def panel_forward(
+    query: Tensor, key: Tensor, value: Tensor, plan: MaskPlan, scale: float, *, strict: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp as :func:`panel_attention`'s, both in the computing dtype, for a plan of B rows.
+
+    Only with ``strict`` do hidden pairs add nothing where a key, a value or their score is not finite.
+    """
+    key_heads = key.shape[2]
+    q, k, v = _flat(query, plan, key_heads), _flat(key, plan, key_heads), _flat(value, plan, key_heads)
+    out = q.new_zeros(*q.shape[:3], v.shape[-1])
+    lse = q.new_full(q.shape[:3], float("-inf"))
+    for panels in _panels(plan, q.shape[1] * q.shape[2]):
+        visible = _visible(panels, q.shape[2]) if strict else None
+        scores = _scores(q, k, panels, scale, visible)
+        highest = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).min)
+        weights = _exp(scores.sub_(highest))
+        total = weights.sum(-1, keepdim=True)
+        # A row that sees nothing has weights of 0: 0 / 1 gives its output.
+        seen = visible_sum(weights, _taken(v, panels.columns), visible) / total.masked_fill(total == 0, 1.0)
+        _put(out, panels.rows, seen)
+        _put(lse.unsqueeze(-1), panels.rows, highest + total.log())
+    return _unflat(out, plan), _unflat(lse.unsqueeze(-1), plan).squeeze(-1).transpose(1, 2)
+
+
+def panel_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    plan: MaskPlan,
+    scale: float,
+    *,
+    strict: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value in their dtype, from what :func:`panel_forward` made; ``strict`` as
+    there, where a query or a gradient is not finite too."""
+    key_heads = key.shape[2]
+    q, k, v = _flat(query, plan, key_heads), _flat(key, plan, key_heads), _flat(value, plan, key_heads)
+    grad = _flat(grad_out, plan, key_heads)
+    # dS = P * (dO V^T - delta) with delta = rowsum(dO * O), less what comes through the log-sum-exp.
+    delta = (grad_out.to(q.dtype) * out.to(q.dtype)).sum(-1)
+    if grad_lse is not None:
+        delta = delta - grad_lse.to(q.dtype).transpose(1, 2)
+    delta = _flat(delta.unsqueeze(-1), plan, key_heads)
+    # Scores of -inf less 0 give the weights of rows that see nothing, 0.
+    lse = lse.transpose(1, 2).masked_fill(lse.transpose(1, 2) == float("-inf"), 0.0)
+    lse = _flat(lse.unsqueeze(-1), plan, key_heads)
+    grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for panels in _panels(plan, q.shape[1] * q.shape[2]):
+        visible = _visible(panels, q.shape[2]) if strict else None
+        seen_by = None if visible is None else visible.transpose(-1, -2)
+        weights = _exp(_scores(q, k, panels, scale, visible).sub_(_taken(lse, panels.rows)))
+        out_rows = _taken(grad, panels.rows)
+        _add(grad_v, panels.columns, visible_sum(weights.transpose(-1, -2), out_rows, seen_by))
+        scores = out_rows @ _taken(v, panels.columns).transpose(-1, -2)
+        scores = scores.sub_(_taken(delta, panels.rows)).mul_(weights).mul_(scale)
+        _put(grad_q, panels.rows, visible_sum(scores, _taken(k, panels.columns), visible))
+        _add(grad_k, panels.columns, visible_sum(scores.transpose(-1, -2), _taken(q, panels.rows), seen_by))
+    grad_q, grad_k, grad_v = (_unflat(grad, plan).to(query.dtype) for grad in (grad_q, grad_k, grad_v))
+    return grad_q, grad_k, grad_v
+
+
+def _finite(*tensors: Tensor) -> bool:
+    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
+
+
+def _visible(panels: _Panels, groups: int) -> Tensor | None:
+    """bool ``[P, 1, groups * R, W]``; None where all is visible."""
+    bias = panels.bias
+    return None if bias is None else (bias == 0).expand(-1, -1, groups, -1, -1).flatten(2, 3)
+
+
+def _scores(q: Tensor, k: Tensor, panels: _Panels, scale: float, visible: Tensor | None) -> Tensor:
+    """Scaled and masked, ``[P, heads, groups * R, W]``; by ``visible`` if that is given."""
     scores = _taken(q, panels.rows).mul_(scale) @ _taken(k, panels.columns).transpose(-1, -2)
-    if panels.bias is not None:
+    if visible is not None:
+        scores.masked_fill_(~visible, float("-inf"))
+    elif panels.bias is not None:
         scores.unflatten(2, (-1, panels.rows.shape[1])).add_(panels.bias)
     return scores
 

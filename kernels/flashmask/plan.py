@@ -6,6 +6,7 @@ columns, K intervals a column.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import threading
 import weakref
@@ -42,6 +43,7 @@ class MaskPlan:
     intervals: Tensor
     rows: int
     _cache: dict[Any, Any] = field(default_factory=dict, repr=False)
+    _on_growth: Callable[[], None] | None = field(default=None, repr=False)
 
     @classmethod
     def from_intervals(cls, intervals: Tensor, rows: int) -> MaskPlan:
@@ -75,7 +77,13 @@ class MaskPlan:
         host = intervals.detach().cpu().contiguous()
         digest = hashlib.blake2b(host.view(-1).view(torch.uint8).numpy().data, digest_size=16).digest()
         key = (digest, tuple(host.shape), host.dtype, rows, place)
-        return _cache.get(key, lambda: cls.from_intervals(intervals.to(place), rows))
+
+        def make() -> MaskPlan:
+            plan = cls.from_intervals(intervals.to(place), rows)
+            plan._on_growth = functools.partial(_cache.measure, key)
+            return plan
+
+        return _cache.get(key, make)
 
     @classmethod
     def of(cls, intervals: Tensor, rows: int) -> MaskPlan:
@@ -83,9 +91,14 @@ class MaskPlan:
 
         For code that can be handed tensors only, such as a ``torch.library`` operator.
         """
-        living = _living.get(intervals)
-        plan = living() if living is not None else None
-        return plan if plan is not None and plan.rows == rows else cls.cached(intervals, rows)
+        return cls.living(intervals, rows) or cls.cached(intervals, rows)
+
+    @classmethod
+    def living(cls, intervals: Tensor, rows: int) -> MaskPlan | None:
+        """The plan whose ``intervals`` are this very tensor, if anybody still holds it."""
+        reference = _living.get(intervals)
+        plan = reference() if reference is not None else None
+        return plan if plan is not None and plan.rows == rows else None
 
     def __post_init__(self) -> None:
         _living[self.intervals] = weakref.ref(self)
@@ -115,7 +128,10 @@ class MaskPlan:
         if self.batch != 1:
             raise ValueError(f"a plan of {self.batch} batch rows can't serve {batch}")
         repeated = self.intervals.expand(batch, -1, -1, -1, -1)
-        return self.prepared(("expanded", batch), lambda: MaskPlan(repeated.contiguous(), self.rows))
+        return self.prepared(
+            ("expanded", batch),
+            lambda: MaskPlan(repeated.contiguous(), self.rows, _on_growth=self._on_growth),
+        )
 
     def row_tiles(self, row_block: int = BLOCK, column_block: int = BLOCK) -> TileList:
         """Per strip of ``row_block`` query rows, the visible tiles of ``column_block`` key columns."""
@@ -147,6 +163,8 @@ class MaskPlan:
             with _building:
                 if key not in self._cache:
                     self._cache[key] = build()
+                    if self._on_growth is not None:
+                        self._on_growth()
         return self._cache[key]
 
     def _runs(self, row_block: int, column_block: int) -> TileRuns:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ernie5.kernels.flashmask.plan import MaskPlan
+from ernie5.kernels.flashmask.visible import PairScores, VisibleSum
 
 
 def dense_attention(
@@ -13,7 +14,8 @@ def dense_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention by definition; O(Nq * Nk) memory.
 
-    Computed in float64 for float64 inputs and in float32 for all others; autograd goes through both results.
+    Computed in float64 for float64 inputs and in float32 for all others; autograd goes through both results,
+    in either mode. A hidden pair adds nothing, even where key, value or query are not finite.
 
     Args:
         query: ``[B, Nq, H, D]``.
@@ -33,10 +35,11 @@ def dense_attention(
     visible = plan.dense()
     if plan.heads > 1:
         visible = visible.repeat_interleave(groups, 1)
+    visible = visible.expand(query.shape[0], q.shape[1], -1, -1)
     seen = visible.any(-1, keepdim=True)
-    scores = q @ k.transpose(-1, -2) * scale
-    # Rows that see nothing keep their scores, so that softmax and its gradient stay finite; 0 comes after.
-    scores = scores.masked_fill(~visible & seen, float("-inf"))
-    out = torch.softmax(scores, -1).masked_fill(~seen, 0.0) @ v
+    scores = (PairScores.apply(q, k, visible) * scale).masked_fill(~visible, float("-inf"))
+    # Rows that see nothing get scores of 0, so that softmax stays finite; the sum leaves all of them out.
+    scores = scores.masked_fill(~seen, 0.0)
+    out = VisibleSum.apply(torch.softmax(scores, -1), v, visible)
     lse = scores.logsumexp(-1).masked_fill(~seen[..., 0], float("-inf"))
     return out.transpose(1, 2).to(query.dtype), lse.float()

@@ -1,7 +1,8 @@
 """Tile sizes of the Triton kernels by GPU, head dim and type.
 
-All entries assemble without spilled registers and within the GPU's shared memory; a test compiles them. The
-first of each list is the default, so that a run does not depend on timings and repeats bit for bit;
+Entries assemble within the GPU's shared memory and without spilled registers, but for the spills that
+docs/kernels.md names; a test compiles them and fails for any other. The first of each list is the default, so
+that a run does not depend on timings and repeats bit for bit;
 :func:`ernie5.kernels.flashmask.triton_tuning.tune` measures the others.
 """
 

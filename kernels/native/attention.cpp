@@ -40,15 +40,12 @@ constexpr float LOG2E = 1.44269504088896341f;
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 constexpr int GROUP = 8;  // tiles between two updates of the running maximum
 constexpr float HUGE_SCORE = 65536.0f;
-constexpr int LINES_AHEAD = 8;  // of the tile's values, asked for while its keys are multiplied
+constexpr int PREFETCHED_LINES = 8;  // of the tile's values, asked for while its keys are multiplied
 constexpr int MOST_SEGMENTS = 64;
+constexpr int NOT_FINITE = 3;  // code of a call whose results are not all finite
 
 template <class T>
-const T* at(const Strided& x, int64_t b, int64_t n, int64_t h) {
-  return static_cast<const T*>(x.data) + b * x.batch + n * x.row + h * x.head;
-}
-template <class T>
-T* at_mutable(const Strided& x, int64_t b, int64_t n, int64_t h) {
+T* at(const Strided& x, int64_t b, int64_t n, int64_t h) {
   return static_cast<T*>(x.data) + b * x.batch + n * x.row + h * x.head;
 }
 
@@ -121,6 +118,13 @@ INLINE void hide_row(float* s, int columns, int row, const int32_t* start, const
     store(s + j, (load(start + j) <= here) & (here < load(end + j)) ? hidden : load(s + j));
 }
 
+// Whether n floats, a multiple of LANES, are all finite: 0 times anything else is NaN.
+INLINE bool all_finite(const float* x, ptrdiff_t n) {
+  Vector total{};
+  for (ptrdiff_t i = 0; i < n; i += LANES) total += load(x + i) * Vector{};
+  return sum_of(total) == 0;
+}
+
 // Weights as the left operand of their product with the values.
 INLINE float* as_left(float* weights, float*, int, int) { return weights; }
 INLINE uint32_t* as_left(const float* weights, uint32_t* to, int rows, int stride) {
@@ -144,15 +148,16 @@ int forward(const Attention& a) {
       const int64_t block = task % blocks, head = task / blocks % a.key_heads, b = task / blocks / a.key_heads;
       const int64_t first = block * column_block;
       const int n = (int)std::min<int64_t>(column_block, a.columns - first);
-      pack_transposed(keys.data + task * tile, at<T>(a.key, b, first, head), a.key.row, n, column_block, width, padded);
-      pack_panels(values.data + task * tile, at<T>(a.value, b, first, head), a.value.row, n, column_block, width, padded);
+      pack_transposed(keys.data + task * tile, at<const T>(a.key, b, first, head), a.key.row, n, column_block, width, padded);
+      pack_panels(values.data + task * tile, at<const T>(a.value, b, first, head), a.value.row, n, column_block, width, padded);
     };
   });
   if (failure) return failure;
   const bool negate = a.scale < 0;
   const float scale = (float)std::fabs(a.scale) * LOG2E;
 
-  return parallel(a.batch * a.heads * strips, a.threads, [&] {
+  std::atomic<bool> finite{true};
+  failure = parallel(a.batch * a.heads * strips, a.threads, [&] {
     auto left = std::make_shared<Buffer<Unit>>((size_t)row_block * steps);
     auto scores = std::make_shared<Buffer<float>>((size_t)row_block * group);
     auto weights = std::make_shared<Buffer<Unit>>(PER_UNIT == 2 ? (size_t)row_block * group / 2 : 1);
@@ -165,7 +170,7 @@ int forward(const Attention& a) {
       const Unit* packed_keys = keys.data + (b * a.key_heads + key_head) * per_head;
       const Unit* packed_values = values.data + (b * a.key_heads + key_head) * per_head;
       float *s = scores->data, *sum = sums->data, *maxima = sum + row_block * padded, *totals = maxima + row_block;
-      copy_rows(left->data, at<T>(a.query, b, first_row, h), a.query.row, rows, width, padded, negate);
+      copy_rows(left->data, at<const T>(a.query, b, first_row, h), a.query.row, rows, width, padded, negate);
       std::fill(sum, sum + (size_t)rows * padded, 0.0f);
       std::fill(maxima, maxima + rows, -INFINITE);
       std::fill(totals, totals + rows, 0.0f);
@@ -180,7 +185,7 @@ int forward(const Attention& a) {
           seen[count] = packed_values + block * tile;
           float* here = s + count * column_block;
           product<Kind>(rows, column_block / PANEL, 1, steps, {left->data, steps, 1, 0}, &key, (ptrdiff_t)steps * PANEL,
-                        here, group, false, seen[count], LINES_AHEAD);
+                        here, group, false, seen[count], PREFETCHED_LINES);
           if (*entry & 1 || (block + 1) * column_block > a.columns)
             mask.each(block, first_row, rows, [&](const int32_t* from, const int32_t* to) {
               for (int r = 0; r < rows; r++)
@@ -214,15 +219,18 @@ int forward(const Attention& a) {
                       (ptrdiff_t)(column_block / PER_UNIT) * PANEL, sum, padded, true);
       }
       for (int r = 0; r < rows; r++) {
-        T* to = at_mutable<T>(a.out, b, first_row + r, h);
+        T* to = at<T>(a.out, b, first_row + r, h);
         const bool blind = totals[r] == 0;  // sees nothing; a sum of NaN is none
         const float inverse = blind ? 0.0f : 1.0f / totals[r];
         for (int d = 0; d < width; d++) put(to + d, sum[r * padded + d] * inverse);
         a.lse[(b * a.heads + h) * a.rows + first_row + r] =
             blind ? -INFINITE : (maxima[r] + std::log2(totals[r])) / LOG2E;
+        if (!std::isfinite(totals[r])) finite = false;
       }
+      if (!all_finite(sum, (ptrdiff_t)rows * padded)) finite = false;
     };
   });
+  return failure ? failure : finite ? 0 : NOT_FINITE;
 }
 
 // --- backward --------------------------------------------------------------------------------------------
@@ -245,10 +253,10 @@ int backward(const Attention& a) {
       const int64_t strip = task % strips, h = task / strips % a.heads, b = task / strips / a.heads;
       const int64_t first = strip * row_block;
       const int n = (int)std::min<int64_t>(row_block, a.rows - first);
-      pack_panels(queries.data + task * tile, at<T>(a.query, b, first, h), a.query.row, n, row_block, width, padded);
-      pack_panels(gradients.data + task * tile, at<T>(a.grad_out, b, first, h), a.grad_out.row, n, row_block, width, padded);
+      pack_panels(queries.data + task * tile, at<const T>(a.query, b, first, h), a.query.row, n, row_block, width, padded);
+      pack_panels(gradients.data + task * tile, at<const T>(a.grad_out, b, first, h), a.grad_out.row, n, row_block, width, padded);
       for (int r = 0; r < n; r++) {
-        const T *x = at<T>(a.out, b, first + r, h), *g = at<T>(a.grad_out, b, first + r, h);
+        const T *x = at<const T>(a.out, b, first + r, h), *g = at<const T>(a.grad_out, b, first + r, h);
         float delta = 0;
         for (int d = 0; d < width; d++) delta += to_float(x[d]) * to_float(g[d]);
         deltas.data[(b * a.heads + h) * a.rows + first + r] = delta;
@@ -257,6 +265,7 @@ int backward(const Attention& a) {
   });
   if (failure) return failure;
 
+  std::atomic<bool> finite{true};
   failure = parallel(a.batch * a.key_heads * a.chunks, a.threads, [&] {
     auto scratch = std::make_shared<Buffer<float>>((size_t)column_block * (5 * padded + 2 * row_block));
     return [&, scratch](int64_t task) {
@@ -278,9 +287,9 @@ int backward(const Attention& a) {
         if ((visible ? std::min(middle * a.chunks / visible, a.chunks - 1) : 0) != chunk) continue;
         const int first_column = (int)block * column_block;
         const int columns = (int)std::min<int64_t>(column_block, a.columns - first_column);
-        pack_transposed(key_t, at<T>(a.key, b, first_column, key_head), a.key.row, columns, column_block, width, padded);
-        pack_transposed(value_t, at<T>(a.value, b, first_column, key_head), a.value.row, columns, column_block, width, padded);
-        pack_panels(key, at<T>(a.key, b, first_column, key_head), a.key.row, columns, column_block, width, padded);
+        pack_transposed(key_t, at<const T>(a.key, b, first_column, key_head), a.key.row, columns, column_block, width, padded);
+        pack_transposed(value_t, at<const T>(a.value, b, first_column, key_head), a.value.row, columns, column_block, width, padded);
+        pack_panels(key, at<const T>(a.key, b, first_column, key_head), a.key.row, columns, column_block, width, padded);
         std::fill(grad_key, grad_key + 2 * packed, 0.0f);
         const float *key_segments[MOST_SEGMENTS], *value_segments[MOST_SEGMENTS], *one = key;
         for (int p = 0; p < panels; p++) {
@@ -327,24 +336,29 @@ int backward(const Attention& a) {
           }
         }
         for (int j = 0; j < columns; j++) {
-          T* to_key = at_mutable<T>(a.grad_key, b, first_column + j, key_head);
-          T* to_value = at_mutable<T>(a.grad_value, b, first_column + j, key_head);
+          T* to_key = at<T>(a.grad_key, b, first_column + j, key_head);
+          T* to_value = at<T>(a.grad_value, b, first_column + j, key_head);
           for (int d = 0; d < width; d++) {
             put(to_key + d, grad_key[j * padded + d] * scale);
             put(to_value + d, grad_value[j * padded + d]);
           }
         }
+        const ptrdiff_t made = (ptrdiff_t)columns * padded;
+        if (!all_finite(grad_key, made) || !all_finite(grad_value, made)) finite = false;
       }
     };
   });
   if (failure) return failure;
 
-  return parallel(a.batch * a.heads * strips, a.threads, [&] {
+  failure = parallel(a.batch * a.heads * strips, a.threads, [&] {
     return [&](int64_t task) {
       const int64_t strip = task % strips, h = task / strips % a.heads, b = task / strips / a.heads;
       const int n = (int)std::min<int64_t>(row_block, a.rows - strip * row_block);
+      for (int64_t chunk = 0; chunk < a.chunks; chunk++)
+        if (!all_finite(partial.data + chunk * a.batch * a.heads * per_head + task * tile, (ptrdiff_t)n * padded))
+          finite = false;
       for (int r = 0; r < n; r++) {
-        T* to = at_mutable<T>(a.grad_query, b, strip * row_block + r, h);
+        T* to = at<T>(a.grad_query, b, strip * row_block + r, h);
         for (int d = 0; d < width; d++) {
           float total = 0;
           for (int64_t chunk = 0; chunk < a.chunks; chunk++)
@@ -354,12 +368,14 @@ int backward(const Attention& a) {
       }
     };
   });
+  return failure ? failure : finite ? 0 : NOT_FINITE;
 }
 
 }  // namespace
 
 extern "C" {
-// 0: done; 1: out of memory; 2: anything else.
+// 0: done; 1: out of memory; 2: anything else; 3: done, but a result is not finite. Then it may hold what comes of a
+// hidden number that is not: its weight of 0 times NaN or infinity.
 __attribute__((visibility("default"))) int flashmask_forward(const Attention* a) {
   return guarded([&] {
     if (!a->bfloat16) return forward<float, Single>(*a);

@@ -2,9 +2,10 @@
 
 There is one source and one library a variant: the instruction sets that a CPU may have. The variant is
 chosen at run time; ``ERNIE_MULTI_NATIVE`` names one (or ``off``). A library that lies in ``prebuilt/`` (put
-there when a wheel is made) is used as it is; otherwise the system's compiler (``CXX``, or the first of g++,
-clang++, c++) makes it in seconds. It is kept in ``ERNIE_MULTI_CACHE`` (default ``~/.cache/ernie-multi``)
-under a name made from sources, flags and compiler: processes and versions never meet another's library.
+there when a wheel is made) is used as it is; otherwise the system's compiler (``CXX``, which may carry
+arguments, or the first of g++, clang++, c++) makes it in seconds. It is kept in ``ERNIE_MULTI_CACHE``
+(default ``~/.cache/ernie-multi``) under a name made from sources, flags and compiler: processes and versions
+never meet another's library.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import stat
 import subprocess
@@ -42,6 +44,9 @@ VARIANTS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
     "avx2": (_AVX2, frozenset({"avx2", "fma"})),
     "portable": ((), frozenset()),
 }
+
+
+Compiler = tuple[str, ...]  # a program and arguments of its own
 
 
 class NativeUnavailableError(RuntimeError):
@@ -109,13 +114,18 @@ def available(instead: str) -> bool:
     return True
 
 
-def run(kernels: ctypes.CDLL, name: str, call: ctypes.Structure, size: str) -> None:
-    """Call ``name`` of the kernels; its failures come as exceptions, ``size`` says what found no memory."""
-    status = getattr(kernels, name)(ctypes.byref(call))
+def run(kernels: ctypes.CDLL, name: str, call: ctypes.Structure, size: str, *, known: int = 0) -> int:
+    """Call ``name`` of the kernels; its failures come as exceptions, ``size`` says what found no memory.
+
+    Returns:
+        0, or the code ``known``, which is no failure.
+    """
+    status: int = getattr(kernels, name)(ctypes.byref(call))
     if status == 1:
         raise MemoryError(f"{name}: no memory for {size}")
-    if status:
+    if status not in (0, known):
         raise RuntimeError(f"{name} failed with status {status}")
+    return status
 
 
 def built(variant: str) -> Path:
@@ -132,7 +142,7 @@ def built(variant: str) -> Path:
             with open(target.with_suffix(".lock"), "w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if not target.exists():
-                    _log.info("compiling the native kernels (%s) with %s", variant, compiler)
+                    _log.info("compiling the native kernels (%s) with %s", variant, shlex.join(compiler))
                     compile_to(target, compiler, flags)
         except OSError as error:
             raise NativeUnavailableError(
@@ -146,57 +156,70 @@ def prebuilt_name(machine: str, variant: str) -> str:
     return f"kernels-{machine}-{variant}.so"
 
 
-def compile_flags(compiler: str, variant: str) -> tuple[str, ...]:
+def compile_flags(compiler: Compiler, variant: str) -> tuple[str, ...]:
     """All flags but the files'."""
     gcc = () if "clang" in _version(compiler) else _GCC
     return (*_COMMON, *gcc, *VARIANTS[variant][0])
 
 
-def compile_to(target: Path, compiler: str, flags: tuple[str, ...]) -> None:
+def compile_to(target: Path, compiler: Compiler, flags: tuple[str, ...]) -> None:
     """Compile all sources into one shared library at ``target``, atomically."""
     handle, name = tempfile.mkstemp(suffix=".so", dir=target.parent)
     os.close(handle)
-    command = [compiler, *flags, *(str(_FOLDER / source) for source in _SOURCES), "-o", name]
+    command = [*compiler, *flags, *(str(_FOLDER / source) for source in _SOURCES), "-o", name]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=600)
         if done.returncode:
             raise NativeUnavailableError(
-                f"{compiler} could not compile the native kernels (exit status {done.returncode}): "
-                f"{done.stderr.strip()[-2000:]}"
+                f"{shlex.join(compiler)} could not compile the native kernels (exit status "
+                f"{done.returncode}): {done.stderr.strip()[-2000:]}"
             )
         if Path(name).stat().st_size == 0:
-            raise NativeUnavailableError(f"{compiler} said that it was done, but made nothing")
+            raise NativeUnavailableError(f"{shlex.join(compiler)} said that it was done, but made nothing")
         os.chmod(name, 0o755)
         os.replace(name, target)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise NativeUnavailableError(f"{compiler} could not be run: {error}") from error
+        raise NativeUnavailableError(f"{shlex.join(compiler)} could not be run: {error}") from error
     finally:
         Path(name).unlink(missing_ok=True)
 
 
-def find_compiler() -> str:
-    """The C++ compiler: ``CXX``, or the first of g++, clang++ and c++ that is installed."""
-    for name in filter(None, (os.environ.get("CXX"), "g++", "clang++", "c++")):
-        found = shutil.which(name)
-        if found:
-            return found
+def find_compiler() -> Compiler:
+    """The C++ compiler and arguments of its own: what ``CXX`` says, split as a shell would (``ccache g++``),
+    or the first of g++, clang++ and c++ that is installed.
+
+    Raises:
+        NativeUnavailableError: none is, or ``CXX`` can't be split. One that names no program is logged.
+    """
+    named = os.environ.get("CXX", "")
+    if named.strip():
+        try:
+            program, *arguments = shlex.split(named)
+        except ValueError as error:
+            raise NativeUnavailableError(f"CXX={named!r} can't be split into words: {error}") from error
+        if found := shutil.which(program):
+            return (found, *arguments)
+        _log.warning("CXX=%r names %s, which is not installed; trying other compilers", named, program)
+    for name in ("g++", "clang++", "c++"):
+        if found := shutil.which(name):
+            return (found,)
     raise NativeUnavailableError("no C++ compiler was found; install g++ or name one in CXX")
 
 
-def _digest(compiler: str, flags: tuple[str, ...]) -> str:
+def _digest(compiler: Compiler, flags: tuple[str, ...]) -> str:
     state = hashlib.sha256()
     for path in sorted(_FOLDER.glob("*.h")) + sorted(_FOLDER.glob("*.cpp")):
         state.update(path.name.encode() + b"\0" + path.read_bytes())
-    state.update("\0".join((*flags, _version(compiler), platform.machine())).encode())
+    state.update("\0".join((*compiler[1:], *flags, _version(compiler), platform.machine())).encode())
     return state.hexdigest()[:16]
 
 
 @functools.cache
-def _version(compiler: str) -> str:
+def _version(compiler: Compiler) -> str:
     try:
-        return subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60).stdout
+        return subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=60).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise NativeUnavailableError(f"{compiler} could not be run: {error}") from error
+        raise NativeUnavailableError(f"{shlex.join(compiler)} could not be run: {error}") from error
 
 
 def _cache_folder() -> Path:

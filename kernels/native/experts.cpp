@@ -37,7 +37,8 @@ constexpr int CHUNKS = 4;   // of an expert's rows that a weight's gradient adds
 constexpr int SLICE = 96;   // rows of a weight's gradient that one task makes
 constexpr int FEW = 8;      // rows of an expert up to which its weights are used as they lie
 constexpr int DEPTH = 256;  // steps of K that stay in the first-level cache
-constexpr int LINES = DEPTH * PANEL * 4 / 64 / (CHUNK / TILE_ROWS);  // of the next block, asked for by every group of rows
+// Cache lines of the next block of B that every group of rows asks for, so that all have come when it is used.
+constexpr int PREFETCHED_LINES = DEPTH * PANEL * 4 / 64 / (CHUNK / TILE_ROWS);
 constexpr float LOG2E = 1.44269504088896341f;
 
 struct Chunk {
@@ -64,7 +65,7 @@ void deep_product(int rows, int panels, int depth, Left<float> a, const float* b
       left.data += first * a.step;
       const int here_depth = std::min(DEPTH, depth - first);
       product<Single>(rows, 1, 1, here_depth, left, &here, 0, c + p * PANEL, c_row, first > 0,
-                      here + here_depth * PANEL, LINES);
+                      here + here_depth * PANEL, PREFETCHED_LINES);
     }
 }
 

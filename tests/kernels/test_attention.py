@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,10 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.autograd import forward_ad
 
 from ernie5.kernels.flashmask import MaskPlan, flashmask_attention, native
+from ernie5.kernels.flashmask import plan as plan_module
 from tests.kernels.conformance import CASES, check, tensors
-from tests.kernels.flashmask_cases import mask_case
+from tests.kernels.flashmask_cases import dense_visibility, mask_case
 
 needs_native = pytest.mark.skipif(
     not native.supports(torch.zeros(1, 1, 1, 8)), reason="no native kernels on this machine"
@@ -108,6 +111,81 @@ def test_operators_describe_themselves_rightly():
     )
 
 
+@needs_native
+def test_paddles_form_builds_its_plan_once_for_both_passes(monkeypatch):
+    """The plan dies with the call unless the graph holds it; the backward pass built another one then."""
+    made = []
+    monkeypatch.setattr(
+        plan_module,
+        "checked_intervals",
+        lambda *a, check=plan_module.checked_intervals: made.append(1) or check(*a),
+    )
+    query, key, value = tensors(1, 90, 90, 2, 1, 16, torch.float32, seed=11)
+    bounds = torch.full((1, 1, 90, 1), 77, dtype=torch.int32)
+    for count in (1, 2):
+        out = flashmask_attention(query, key, value, bounds, causal=True, backend="native")
+        gc.collect()
+        torch.autograd.grad(out.sum(), (query, key, value))
+        assert len(made) == count
+
+
+def derivative(function, primal, tangent):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(function(forward_ad.make_dual(primal, tangent))).tangent
+
+
+@needs_native
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_forward_mode_is_refused_where_there_is_none_and_right_where_there_is(which):
+    """torch takes a missing tangent for 0: a wrong derivative without a word."""
+    inputs = [t.detach().double() for t in tensors(1, 40, 40, 2, 1, 8, torch.float32, seed=6)]
+    tangent = torch.randn(inputs[which].shape, generator=torch.Generator().manual_seed(7)).double()
+
+    def attention(moved, backend, kind=torch.float64):
+        arguments = [t.to(kind) for t in inputs]
+        arguments[which] = moved
+        return flashmask_attention(*arguments, window_size=5, backend=backend)
+
+    single = inputs[which].float()
+    for differentiate in (lambda f, *x: torch.func.jvp(f, x[:1], x[1:]), derivative):
+        with pytest.raises(
+            NotImplementedError, match=r"native attention has no forward-mode .*='reference' has"
+        ):
+            differentiate(lambda x: attention(x, "native", torch.float32), single, tangent.float())
+        with pytest.raises((NotImplementedError, RuntimeError)):
+            differentiate(lambda x: attention(x, "panels"), inputs[which], tangent)
+    found = torch.func.jvp(lambda x: attention(x, "reference"), (inputs[which],), (tangent,))[1]
+    step = 1e-6
+    ahead, behind = (attention(inputs[which] + sign * step * tangent, "panels") for sign in (1, -1))
+    torch.testing.assert_close(found, (ahead - behind) / (2 * step), rtol=1e-6, atol=1e-7)
+
+
+@needs_native
+def test_forward_over_reverse_is_refused_too():
+    query, key, value = tensors(1, 40, 40, 2, 1, 8, torch.float32, seed=6)
+    out = flashmask_attention(query, key, value, causal=True, backend="native")
+    with pytest.raises(NotImplementedError, match="the gradient of native attention has no forward-mode"):
+        derivative(
+            lambda grad: torch.autograd.grad(out, query, grad)[0], torch.ones_like(out), torch.ones_like(out)
+        )
+
+
+def test_the_reference_is_differentiable_twice_and_by_all_modes():
+    inputs = [t.double().detach().requires_grad_() for t in tensors(1, 5, 7, 2, 1, 3, torch.float32, seed=8)]
+    plan = MaskPlan.from_intervals(mask_case("sliding_window", 5, 7, 1), 5)
+
+    def attention(*arguments):
+        return flashmask_attention(*arguments, plan=plan, backend="reference")
+
+    assert torch.autograd.gradcheck(attention, inputs, check_forward_ad=True, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(attention, inputs)
+    batch = torch.stack([inputs[0], 2 * inputs[0]])
+    torch.testing.assert_close(
+        torch.func.vmap(lambda q: attention(q, *inputs[1:]))(batch)[1],
+        attention(*[2 * inputs[0], *inputs[1:]]),
+    )
+
+
 def test_bad_shapes_dtypes_and_plans_are_refused():
     q, k, v = torch.randn(3, 2, 12, 4, 8).unbind(0)
     plan = MaskPlan.from_intervals(mask_case("causal", 12, 12, 1), 12)
@@ -183,21 +261,70 @@ def test_a_window_wider_than_everything_is_none():
         )
 
 
-@needs_native
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("which", [0, 1, 2])
-def test_a_broken_number_is_seen_wherever_it_is_visible_and_nowhere_else(which, value):
-    """A diverged model must not look healthy; a broken key must not reach rows that don't see it."""
-    inputs = [t.detach() for t in tensors(1, 100, 100, 2, 1, 16, torch.float32, seed=which)]
-    inputs[which][0, 50, 0] = value
-    plan = MaskPlan.from_intervals(mask_case("document", 100, 100, 1), 100)
-    out = flashmask_attention(*inputs, plan=plan, backend="native")
-    plain = flashmask_attention(*inputs, plan=plan, backend="reference")
-    broken, expected = (~torch.isfinite(t).all(-1) for t in (out, plain))
-    if which == 2:  # weights of exactly 0 times a broken value are broken too, inside a tile of columns
-        assert bool((broken | ~expected).all())
+@pytest.mark.parametrize("backend", [pytest.param("native", marks=needs_native), "panels", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+@pytest.mark.parametrize("which", ["query", "key", "value", "gradient"])
+def test_a_broken_number_shows_wherever_it_is_seen_and_nowhere_else(backend, dtype, broken, which):
+    """A diverged model must not look healthy; what a row does not see must not reach it, nor its gradients.
+
+    0 times NaN is NaN: a weight of 0 is no mask.
+    """
+    rows, place = 150, 50
+    names = ("query", "key", "value", "gradient")
+    inputs = [t.detach() for t in tensors(2, rows, rows, 4, 2, 16, dtype, seed=1)]
+    inputs.append(torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(2)).to(dtype))
+    intervals = mask_case("mixed", rows, rows, 2, seed=1)
+    plan = MaskPlan.from_intervals(intervals, rows)
+    visible = dense_visibility(intervals, rows).expand(2, 2, -1, -1)
+
+    def run() -> dict[str, torch.Tensor]:
+        leaves = [t.clone().requires_grad_() for t in inputs[:3]]
+        out, lse = flashmask_attention(*leaves, plan=plan, backend=backend, return_softmax_lse=True)
+        grads = torch.autograd.grad(out, leaves, inputs[3])
+        return dict(zip(("out", "lse", *names), (out.detach(), lse.transpose(1, 2)[..., None], *grads)))
+
+    whole = run()
+    inputs[names.index(which)][0, place, 0, 3] = broken
+    # Key head 0 serves query heads 0 and 1.
+    hit_rows, hit_columns = (
+        torch.zeros(2, rows, 4, dtype=torch.bool),
+        torch.zeros(2, rows, 2, dtype=torch.bool),
+    )
+    if which in ("key", "value"):
+        hit_rows[0, :, :2] = visible[0, 0, :, place, None]
     else:
-        assert torch.equal(broken, expected) and bool(broken.any())
+        hit_rows[0, place, 0] = visible[0, 0, place].any()
+    hit_columns[0, :, 0] = visible[0, 0, hit_rows[0, :, 0]].any(0)
+    hit = {"out": hit_rows, "lse": hit_rows, "query": hit_rows, "key": hit_columns, "value": hit_columns}
+    assert 0 < hit_rows.sum() < rows * 2 and 0 < hit_columns.sum() < rows
+    for name, found in run().items():
+        healthy = ~hit[name] if name != which else ~hit[name] & (torch.arange(rows) != place)[:, None]
+        torch.testing.assert_close(
+            found[healthy], whole[name][healthy], atol=2e-2 if dtype == torch.bfloat16 else 1e-5, rtol=2e-2
+        )
+    # An infinite score may hide a key from a row as well as choose it, so only NaN must show everywhere.
+    if broken != broken:
+        assert not run()["query"][hit_rows].isfinite().any()
+        if which != "gradient":
+            assert not run()["out"][hit_rows].isfinite().all(-1).any()
+
+
+@needs_native
+def test_a_row_that_sees_nothing_gives_0_whatever_is_hidden_from_it():
+    rows = 70
+    intervals = torch.zeros(1, 1, rows, 1, 2, dtype=torch.int32)
+    intervals[..., 1] = 10  # nobody among the first ten rows sees anything
+    plan = MaskPlan.from_intervals(intervals, rows)
+    query, key, value = (torch.full((1, rows, 1, 8), float("nan")) for _ in range(3))
+    for backend in ("native", "panels", "reference"):
+        leaves = [t.clone().requires_grad_() for t in (query, key, value)]
+        out, lse = flashmask_attention(*leaves, plan=plan, backend=backend, return_softmax_lse=True)
+        (grad,) = torch.autograd.grad(out, leaves[:1], torch.full_like(out, float("nan")))
+        assert bool(
+            (out[:, :10] == 0).all() and (lse[..., :10] == -torch.inf).all() and (grad[:, :10] == 0).all()
+        )
+        assert not bool(out[:, 10:].isfinite().any() or grad[:, 10:].isfinite().any())
 
 
 @needs_native

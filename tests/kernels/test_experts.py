@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from ernie5.kernels import experts_native
 from ernie5.kernels.experts import sparse_swiglu
@@ -156,6 +157,33 @@ def test_bad_input_is_refused(monkeypatch):
     monkeypatch.setenv("ERNIE_MULTI_EXPERTS", "loop")
     with pytest.raises(ValueError, match="'loop'"):
         sparse_swiglu(x, gate_up, down, expert, weight)
+
+
+@native
+def test_forward_mode_is_refused_where_there_is_none_and_right_where_there_is():
+    """torch takes the missing tangent of an operator's result for 0."""
+    leaves, expert, valid, cotangent = problem((6, 2, 4, 8, 4))
+    for which in range(4):
+        arguments = [leaf.detach() for leaf in leaves]
+        tangent = torch.randn(arguments[which].shape, generator=torch.Generator().manual_seed(which))
+
+        def experts(moved, backend, which=which, arguments=arguments):
+            x, gate_up, down, weight = (*arguments[:which], moved, *arguments[which + 1 :])
+            return sparse_swiglu(x, gate_up, down, expert, weight, valid, backend=backend)
+
+        for backend, message in (("native", "native experts has no forward-mode"), ("grouped", "")):
+            with pytest.raises((NotImplementedError, RuntimeError), match=message):
+                torch.func.jvp(lambda x, b=backend: experts(x, b), (arguments[which],), (tangent,))
+        found = torch.func.jvp(lambda x: experts(x, "reference"), (arguments[which],), (tangent,))[1]
+        (gradient,) = torch.autograd.grad(
+            experts(leaves[which], "native"), leaves[which], cotangent
+        )  # <cotangent, J tangent> both ways
+        torch.testing.assert_close(
+            (found * cotangent).sum(), (gradient * tangent).sum(), rtol=1e-4, atol=1e-4
+        )
+    out = experts(leaves[3], "native")
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="the gradient of native experts"):
+        torch.autograd.grad(out, leaves[3], forward_ad.make_dual(cotangent, cotangent))
 
 
 def test_float64_runs_by_definition():

@@ -207,6 +207,32 @@ def test_without_a_compiler_the_portable_backend_serves_and_says_so_once(tmp_pat
     assert "install g++" in err
 
 
+def test_the_compilers_variable_may_carry_arguments(tmp_path: Path, monkeypatch):
+    """ "ccache g++" is two words, and a program that is not there is not replaced in silence."""
+    wrapper = tmp_path / "wrapper"
+    wrapper.write_text(f"#!/bin/sh\necho called >> '{tmp_path}/calls'\nexec \"$@\"\n")
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("CXX", f"'{wrapper}' g++ -DNDEBUG")
+    compiler = build.find_compiler()
+    assert compiler == (str(wrapper), "g++", "-DNDEBUG")
+    target = tmp_path / "kernels.so"
+    build.compile_to(target, compiler, build.compile_flags(compiler, "portable"))
+    assert target.stat().st_size > 10_000 and (tmp_path / "calls").read_text().count("called") >= 2
+
+
+@pytest.mark.parametrize("named", ["no-such-compiler -O3", "", "  "])
+def test_a_compiler_that_is_not_there_gives_way_to_one_that_is(monkeypatch, caplog, named: str):
+    monkeypatch.setenv("CXX", named)
+    assert len(build.find_compiler()) == 1
+    assert ("no-such-compiler, which is not installed" in caplog.text) == ("no-such" in named)
+
+
+def test_a_compilers_variable_that_cannot_be_split_is_refused(monkeypatch):
+    monkeypatch.setenv("CXX", "g++ 'unclosed")
+    with pytest.raises(build.NativeUnavailableError, match="can't be split into words"):
+        build.find_compiler()
+
+
 def test_a_folder_that_others_may_write_to_is_not_used(tmp_path: Path):
     folder = tmp_path / "native"
     folder.mkdir()

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ernie5.kernels.flashmask import MaskPlan, masks
+from ernie5.kernels.flashmask import plan as plan_module
 from ernie5.kernels.flashmask.cache import ByteCache
 from ernie5.kernels.flashmask.intervals import normalised_intervals
 from tests.kernels.flashmask_cases import MASKS, dense_visibility, mask_case
@@ -214,12 +215,45 @@ def test_the_cache_lets_go_of_what_was_used_longest_ago():
     assert cache.get("second", lambda: Value(40)) is not second
 
 
-def test_the_cache_sees_values_grow_and_keeps_the_newest():
+def test_the_cache_hears_of_values_that_grow_and_keeps_the_newest():
     cache: ByteCache[Value] = ByteCache(100)
     cache.get("first", lambda: Value(10)).nbytes = 500
+    cache.measure("first")
+    assert cache.nbytes == 500 and len(cache) == 1
     newest = cache.get("second", lambda: Value(300))
-    assert len(cache) == 1
+    assert cache.nbytes == 300 and len(cache) == 1
     assert cache.get("second", lambda: Value(1)) is newest
+    cache.measure("first")
+    assert cache.nbytes == 300
+
+
+def test_a_miss_takes_the_size_of_what_is_new_alone():
+    """With many plans kept, summing up all of them at every miss took longer than building one."""
+
+    class Counted(Value):
+        asked = 0
+
+        def __getattribute__(self, name: str):
+            if name == "nbytes":
+                Counted.asked += 1
+            return super().__getattribute__(name)
+
+    cache: ByteCache[Value] = ByteCache(1000)
+    for key in range(100):
+        cache.get(key, lambda: Counted(1))
+    assert Counted.asked == 100 and cache.nbytes == len(cache) == 100
+
+
+def test_the_cache_of_plans_knows_what_they_have_prepared(monkeypatch):
+    cache: ByteCache[MaskPlan] = ByteCache(1 << 30)
+    monkeypatch.setattr(plan_module, "_cache", cache)
+    plans = [MaskPlan.cached(masks.document(300, 300, [length, 300 - length]), 300) for length in (60, 70)]
+    for plan in plans:
+        before = cache.nbytes
+        plan.row_tiles()
+        plan.expanded(2).row_tiles()
+        assert cache.nbytes > before
+    assert cache.nbytes == sum(plan.nbytes for plan in plans)
 
 
 def test_threads_share_one_plan():

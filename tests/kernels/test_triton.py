@@ -3,6 +3,7 @@ registers and load asynchronously."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -19,7 +20,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from ernie5.kernels.flashmask import triton_kernels
 from ernie5.kernels.flashmask.triton_backend import padded_bounds, split_tiles, triton_forward
-from ernie5.kernels.flashmask.triton_compile import compile_kernel
+from ernie5.kernels.flashmask.triton_compile import CompileReport, compile_kernel
 from ernie5.kernels.flashmask.triton_configs import (
     ConfigKey,
     TileConfig,
@@ -35,6 +36,15 @@ KERNELS = ("forward", "dkdv", "dq")
 CAPABILITY = {"sm_80": 80, "sm_86": 86, "sm_90": 90}
 SHARED_KIB = {"sm_80": 163, "sm_86": 99, "sm_90": 227}
 ROOT = Path(__file__).parents[2]
+# The only spills allowed, in bytes a thread, by GPU family, kernel, head dim, type and intervals a column.
+# docs/kernels.md tells of each; sm_86 is a family that was only compiled for.
+KNOWN_SPILLS: dict[tuple[str, str, int, str, int], int] = {
+    ("sm_90", "dkdv", 80, "bf16", 3): 16,
+    ("sm_90", "forward", 80, "fp32", 3): 3756,
+    **{("sm_86", "forward", dim, "fp32", 3): 3800 for dim in (80, 128, 192, 256)},
+    **{("sm_86", "dq", dim, "bf16", count): 48 for dim in (80, 128, 192, 256) for count in (1, 2, 3)},
+    ("sm_86", "dkdv", 64, "fp32", 3): 8,
+}
 
 
 @pytest.mark.timeout(900)
@@ -62,7 +72,7 @@ def check_compiled(kernel: str, family: str, head_dim: int, config: TileConfig, 
         warps=config.warps,
         stages=config.stages,
     )
-    assert report.spill_bytes == 0, report
+    assert report.spill_bytes <= KNOWN_SPILLS.get((family, kernel, head_dim, element, intervals), 0), report
     assert report.shared_bytes <= SHARED_KIB[family] << 10, report
     if element != "fp32":
         assert report.async_copies > 0, report
@@ -81,6 +91,24 @@ def test_defaults_compile_well(kernel, head_dim, family):
     config = candidates(ConfigKey(kernel, family, head_dim, 2, 2))[0]
     report = check_compiled(kernel, family, head_dim, config, "bf16", intervals=2)
     assert report.target == {"sm_80": "sm_80", "sm_90": "sm_90a"}[family]
+
+
+def test_a_spill_that_is_not_listed_fails(monkeypatch):
+    """Neither for its kernel, nor beyond what is listed for it."""
+    spilling = CompileReport("sm_90a", 255, 16, 1 << 10, 8, "wgmma")
+    monkeypatch.setattr(sys.modules[__name__], "compile_kernel", lambda *a, **k: spilling)
+    config = TileConfig(64, 128, 8, 2, fold=True)
+    check_compiled("dkdv", "sm_90", 80, config, "bf16", 3)
+    for kernel, dim, element, intervals in (
+        ("dkdv", 128, "bf16", 3),
+        ("dq", 80, "bf16", 3),
+        ("dkdv", 80, "bf16", 2),
+    ):
+        with pytest.raises(AssertionError, match="spill_bytes=16"):
+            check_compiled(kernel, "sm_90", dim, config, element, intervals)
+    spilling = dataclasses.replace(spilling, spill_bytes=24)
+    with pytest.raises(AssertionError, match="spill_bytes=24"):
+        check_compiled("dkdv", "sm_90", 80, config, "bf16", 3)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -103,10 +131,9 @@ def test_sizes_of_one_compile(kernel):
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 192, 256])
 @pytest.mark.parametrize("family", ["sm_80", "sm_86", "sm_90"])
-def test_every_configuration_compiles_well(request, kernel, head_dim, family):
-    """All entries of the table, with every number of intervals a column that they are for."""
-    if family == "sm_86" or (family, head_dim, kernel) == ("sm_90", 80, "dkdv"):
-        request.applymarker(pytest.mark.xfail(reason="some entries spill; docs/kernels.md lists them"))
+def test_every_configuration_compiles_well(kernel, head_dim, family):
+    """All entries of the table, with every number of intervals a column that they are for; no spill but
+    those of ``KNOWN_SPILLS``."""
     padded = padded_head_dim(head_dim)
     for intervals in (1, 2, 3):
         for config in candidates(ConfigKey(kernel, family, padded, 2, intervals)):
