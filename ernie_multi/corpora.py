@@ -7,13 +7,24 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from ernie5.protocol.errors import InvalidInputError
+
 
 def build(name: str, out: Path | None) -> None:
-    """Build a corpus unless it is there, and print its folder."""
+    """Build a corpus unless it is there, and print its folder.
+
+    ``hostile`` fetches the malformed files that the tokenizers' slow tests read, which are no corpus.
+    """
     from ernie5.corpora.builders import build as build_corpus
-    from ernie5.corpora.builders.progress import progress_bars
+    from ernie5.corpora.builders import hostile
+    from ernie5.corpora.builders.progress import Report, progress_bars
 
     with progress_bars() as progress:
+        if name == hostile.NAME:
+            if out is not None:
+                raise InvalidInputError("hostile files lie in the data home; leave --out out", param="out")
+            print(hostile.build_hostile(report=Report(progress, name)))
+            return
         folder = build_corpus(name, progress=progress, folder=out)
     print(folder)
 

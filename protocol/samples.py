@@ -18,6 +18,9 @@ from ernie5.protocol.modalities import MODALITIES
 
 Role = Literal["context", "target"]
 
+# Content types that say no more than the modality does.
+_SILENT_TYPES = ("", "application/octet-stream", "text/plain")
+
 
 class Segment(BaseModel):
     """One medium of a sample.
@@ -65,9 +68,18 @@ class Segment(BaseModel):
 
     @property
     def media_hash(self) -> str:
-        """Hash of modality and payload, hex; roles and metadata are left out."""
+        """Hash of modality, content type and payload, hex; roles and metadata are left out.
+
+        The type decides how the bytes are read: the same ones are a table of other cells as CSV than as TSV.
+        Its parameters, and types that say no more than the modality, are left out.
+        """
         digest = hashlib.blake2b(digest_size=16)
-        digest.update(self.modality.encode() + b"\0" + self.payload)
+        kind = (self.content_type or "").partition(";")[0].strip().lower()
+        if kind in _SILENT_TYPES:
+            digest.update(self.modality.encode() + b"\0")
+        else:
+            digest.update(f"{self.modality}\1{len(kind)}:{kind}".encode())
+        digest.update(self.payload)
         return digest.hexdigest()
 
 

@@ -26,6 +26,8 @@ SENTENCEPIECE_FILE = "tokenizer.model"
 _META = "\u2581"
 # Field numbers of sentencepiece_model.proto
 _PIECES, _TRAINER, _NORMALIZER = 1, 2, 3
+# The text tokenizer's own field: the encoding of characters without a piece, UTF-8 where there is none.
+_FALLBACK = 1610
 _UNUSED_TYPE = 5
 
 # What system and user say is context, earlier answers are targets; neighbouring texts of one role are
@@ -151,6 +153,9 @@ def why_not_lossless(model: bytes) -> str | None:
     trainer = dict(_fields(dict(_fields(model)).get(_TRAINER, b"")))
     if trainer.get(3, 1) != 2:  # TrainerSpec.model_type: 2 is BPE, 1 (unigram) the default
         return "it is no BPE model"
+    fallback = dict(_fields(model)).get(_FALLBACK, b"utf-8")
+    if fallback != b"utf-8":
+        return f"it writes characters without a piece in {fallback.decode(errors='replace')}, not in UTF-8"
     # Two spaces, both ends, a full-width letter, a ligature, a combining accent, tab and newline.
     probe = "  a  \uff21\ufb01e\u0301\t\n b "
     if processor.Normalize(probe) != probe.replace(" ", _META):

@@ -13,7 +13,7 @@ from ernie5.protocol.samples import Sample, Segment
 def flipped(segment: Segment) -> Segment:
     """The same medium with another role and other metadata."""
     role = "target" if segment.role == "context" else "context"
-    return segment.model_copy(update={"role": role, "metadata": {"other": 1}, "content_type": "x/y"})
+    return segment.model_copy(update={"role": role, "metadata": {"other": 1}})
 
 
 @given(st.from_type(Sample))
@@ -27,7 +27,18 @@ def test_roles_and_metadata_do_not_change_the_identity(sample: Sample) -> None:
 
 @given(st.from_type(Sample), st.from_type(Sample))
 def test_the_identity_is_that_of_the_media_in_order(left: Sample, right: Sample) -> None:
-    media = [[(segment.modality, segment.payload) for segment in sample.segments] for sample in (left, right)]
+    silent = (None, "", "application/octet-stream", "text/plain")
+    media = [
+        [
+            (
+                segment.modality,
+                None if segment.content_type in silent else segment.content_type,
+                segment.payload,
+            )
+            for segment in sample.segments
+        ]
+        for sample in (left, right)
+    ]
     assert (left.sample_id == right.sample_id) == (media[0] == media[1])
 
 
@@ -41,6 +52,21 @@ def test_order_and_grouping_of_media_count() -> None:
 def test_the_modality_is_part_of_the_content() -> None:
     text, code = Segment(modality="text", text="x"), Segment(modality="code", text="x")
     assert text.media_hash != code.media_hash
+
+
+def test_a_table_s_bytes_as_csv_and_as_tsv_are_different_content() -> None:
+    csv, tsv = (
+        Segment(modality="table", data=b"a\tb,c\n1\t2,3\n", content_type=f"text/{kind}")
+        for kind in ("csv", "tab-separated-values")
+    )
+    assert csv.media_hash != tsv.media_hash
+    assert csv.model_copy(update={"content_type": "Text/CSV; header=present"}).media_hash == csv.media_hash
+
+
+@pytest.mark.parametrize("content_type", ["", "application/octet-stream", "text/plain; charset=utf-8"])
+def test_a_type_that_says_nothing_changes_nothing(content_type: str) -> None:
+    plain = Segment(modality="text", text="x")
+    assert plain.model_copy(update={"content_type": content_type}).media_hash == plain.media_hash
 
 
 def test_text_and_its_bytes_are_the_same_content() -> None:

@@ -100,12 +100,18 @@ def to_codec_rate(waveform: Waveform, limits: Limits = DEFAULT_LIMITS) -> Wavefo
     if peak > 1.0:
         samples = samples / np.float32(peak)
     if rate != SAMPLE_RATE:
-        ratio = Fraction(SAMPLE_RATE, rate)
-        if max(ratio.numerator, ratio.denominator) > _LARGEST_TERM:
-            ratio = ratio.limit_denominator(_LARGEST_TERM)
+        ratio = resampling_ratio(rate)
         samples = resample_poly(samples, ratio.numerator, ratio.denominator).astype(np.float32)
         np.clip(samples, -1.0, 1.0, out=samples)
     return Waveform(samples, SAMPLE_RATE, waveform.channels)
+
+
+def resampling_ratio(rate: int) -> Fraction:
+    """16 kHz over ``rate``, in terms small enough for a filter."""
+    ratio = Fraction(SAMPLE_RATE, rate)
+    if max(ratio.numerator, ratio.denominator) > _LARGEST_TERM:
+        ratio = ratio.limit_denominator(_LARGEST_TERM)
+    return ratio
 
 
 def write_audio(waveform: Waveform, content_type: str | None = None) -> tuple[bytes, str]:
@@ -203,12 +209,23 @@ def _read_sndfile(data: bytes, limits: Limits) -> tuple[np.ndarray, int, int]:
             _check_header(rate, channels, 0 if unknown else declared, limits)
             mono = _collect(_blocks(file), rate, channels, limits)
     except soundfile.LibsndfileError as error:
-        raise InvalidMediaError(f"the audio can't be decoded: {error.error_string}") from error
+        raise InvalidMediaError(f"the audio can't be decoded: {_reason(error)}") from error
     if exact and not unknown and len(mono) < declared:
         raise InvalidMediaError(
             f"the audio is truncated: {declared:,} samples declared, {len(mono):,} readable"
         )
     return mono, rate, channels
+
+
+def _reason(error: soundfile.LibsndfileError) -> str:
+    """What libsndfile says, where that is of use to who sent the file."""
+    said = str(error.error_string).strip()
+    if said.startswith("Format not recognised"):
+        return "it is no WAV, FLAC, Ogg, MP3, AIFF, CAF, AU, MP4, WebM, Matroska or ADTS file; convert it"
+    # A file in memory is no pipe and has a name of its own: these are what damage looks like from inside.
+    if said.startswith(("File does not exist", "Unspecified internal", "System error", "Internal psf")):
+        return "it is damaged or holds no sound"
+    return said
 
 
 def _blocks(file: soundfile.SoundFile) -> Iterator[np.ndarray]:

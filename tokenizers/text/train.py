@@ -2,6 +2,8 @@
 
 ``python -m ernie5.tokenizers.text.train en.txt zh.txt code.txt --names names.txt`` writes ``text.model`` and
 its card ``text.json``. One CPU core, ten seconds, deterministic: equal files give an equal model.
+``--fallback utf-16be`` writes characters without a piece as the ERNIE 5.0 report does: two bytes for one of
+Chinese, where UTF-8 has three. Line ends and tabs, which would be two as well, then are pieces.
 
 Each file has the same budget of bytes, so that a large one can't crowd the vocabulary; a file that mixes
 simplified and traditional Chinese counts as two, for the same reason. A small file of names (of emoji, of
@@ -16,13 +18,17 @@ import hashlib
 import io
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import sentencepiece
 
-from ernie5.tokenizers.text.tokenizer import WEIGHTS, TextTokenizer
+from ernie5.protocol.errors import InvalidInputError
+from ernie5.tokenizers.text.model_file import FALLBACKS, Fallback, with_fallback
+from ernie5.tokenizers.text.tokenizer import MAX_TEXT_BYTES, WEIGHTS, TextTokenizer
 
 VOCABULARY_SIZE = 8192
 CHARACTERS = 4200
@@ -32,6 +38,7 @@ HELD_OUT_EVERY = 40
 MAX_PIECE_LENGTH = 16
 NAMES_REPEATED = 8
 MAX_LINE_BYTES = 4096
+LINE_CHARACTERS = ["\n", "\t", "\r"]
 
 # Frequent characters that only one of the two scripts uses.
 _SIMPLIFIED = frozenset("这们国时来个发会说过对学样还进种从后没为无开关见车东马书长门问间语话让认识请给经结")
@@ -58,9 +65,19 @@ class Source:
     held_out: list[str]
 
 
+def read_lines(file: Path) -> list[str]:
+    """The lines of a UTF-8 file; ``InvalidInputError`` for other bytes or no file."""
+    try:
+        return file.read_bytes().decode().split("\n")
+    except UnicodeDecodeError as error:
+        raise InvalidInputError(f"{file} is not UTF-8: {error.reason} at byte {error.start}") from None
+    except OSError as error:
+        raise InvalidInputError(f"can't read {file}: {error.strerror}") from None
+
+
 def read_sources(file: Path) -> list[Source]:
     """The file's blocks of lines; two sources where it mixes the scripts of Chinese."""
-    lines = file.read_text(encoding="utf-8").split("\n")
+    lines = read_lines(file)
     kinds: dict[str, list[list[str]]] = {}
     for start in range(0, len(lines), LINES_PER_BLOCK):
         block = lines[start : start + LINES_PER_BLOCK]
@@ -111,18 +128,20 @@ def train(
     names: Path | str | None = None,
     budget: int = BUDGET_BYTES,
     characters: int = CHARACTERS,
+    fallback: Fallback = "utf-8",
 ) -> Path:
     """Train on UTF-8 text ``files``; writes ``text.model`` and ``text.json`` into the folder ``out``.
 
     All characters of ``names`` and about ``characters`` others, the most frequent, become pieces; the rest of
-    the vocabulary is 256 bytes and merges.
+    the vocabulary is 256 bytes and merges. ``fallback`` encodes characters without a piece.
 
     Raises:
-        ValueError: a file isn't UTF-8, or there is too little text for ``vocabulary_size``.
+        InvalidInputError: a file isn't UTF-8 (its name is in the message), or there is too little text for
+            ``vocabulary_size``.
     """
     sources = [source for file in files for source in read_sources(Path(file))]
     samples = {source.name: within_budget(source.training, budget) for source in sources}
-    short = Path(names).read_text(encoding="utf-8").split("\n") if names is not None else []
+    short = read_lines(Path(names)) if names is not None else []
     required = "".join(sorted(set(REQUIRED_CHARACTERS).union(*short) - {" "}))
     lines = [
         line
@@ -131,6 +150,7 @@ def train(
         if 0 < len(line.encode()) <= MAX_LINE_BYTES
     ]
     model = io.BytesIO()
+    more: dict[str, Any] = {"user_defined_symbols": LINE_CHARACTERS} if fallback == "utf-16be" else {}
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(lines),
@@ -153,21 +173,25 @@ def train(
             pad_id=-1,
             num_threads=1,
             minloglevel=1,
+            **more,
         )
     except RuntimeError as error:
-        raise ValueError(f"can't train {vocabulary_size} pieces on {len(lines)} lines: {error}") from None
+        raise InvalidInputError(
+            f"can't train {vocabulary_size} pieces on {len(lines)} lines: {error}"
+        ) from None
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "text.model"
-    path.write_bytes(model.getvalue())
+    path.write_bytes(with_fallback(model.getvalue(), fallback))
     tokenizer = TextTokenizer.load(path)
     card = {
-        "kind": "SentencePiece BPE, byte fallback, identity normaliser",
+        "kind": f"SentencePiece BPE, byte fallback in {fallback.upper()}, identity normaliser",
         "vocabulary_size": tokenizer.vocabulary_size,
         "hash": tokenizer.hash,
         "recipe": "python -m ernie5.tokenizers.text.train "
         + " ".join(Path(file).name for file in files)
-        + (f" --names {Path(names).name}" if names is not None else ""),
+        + (f" --names {Path(names).name}" if names is not None else "")
+        + (f" --fallback {fallback}" if fallback != "utf-8" else ""),
         "characters": characters,
         "budget_bytes_per_source": budget,
         "files": {
@@ -190,8 +214,10 @@ def train(
 def measure(tokenizer: TextTokenizer, lines: Sequence[str]) -> dict[str, float | int]:
     """Bytes and characters per token, and the share of tokens that are single fallback bytes."""
     text = "\n".join(lines)
-    ids = tokenizer.ids(text)
-    fallback = int(tokenizer.is_byte[ids].sum()) - text.count("\n")
+    ids = np.concatenate([tokenizer.ids(part) for part in _portions(text)])
+    line_end = tokenizer.ids("\n")
+    # A line end, which is a byte too, is no character that the vocabulary should have had.
+    fallback = int(tokenizer.is_byte[ids].sum()) - text.count("\n") * int(tokenizer.is_byte[line_end].sum())
     return {
         "bytes": len(text.encode()),
         "tokens": len(ids),
@@ -201,6 +227,18 @@ def measure(tokenizer: TextTokenizer, lines: Sequence[str]) -> dict[str, float |
     }
 
 
+def _portions(text: str) -> Iterator[str]:
+    """Portions, ended by a line end where there is one, that the tokenizer takes."""
+    size = MAX_TEXT_BYTES // 4  # a character has at most four bytes
+    start = 0
+    while start < len(text) or start == 0:
+        end = start + size
+        if end < len(text):
+            end = text.rfind("\n", start, end) + 1 or end
+        yield text[start:end]
+        start = end
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the text tokenizer on plain text files.")
     parser.add_argument("files", nargs="+", type=Path)
@@ -208,6 +246,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=WEIGHTS)
     parser.add_argument("--vocabulary-size", type=int, default=VOCABULARY_SIZE)
     parser.add_argument("--characters", type=int, default=CHARACTERS)
+    parser.add_argument(
+        "--fallback", choices=FALLBACKS, default="utf-8", help="encoding of characters without a piece"
+    )
     arguments = parser.parse_args()
     path = train(
         arguments.files,
@@ -215,6 +256,7 @@ def main() -> None:
         arguments.vocabulary_size,
         names=arguments.names,
         characters=arguments.characters,
+        fallback=arguments.fallback,
     )
     print(path)
     print((path.parent / "text.json").read_text(encoding="utf-8"))

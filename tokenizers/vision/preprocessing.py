@@ -16,6 +16,7 @@ from PIL import Image, ImageOps
 from ernie5.protocol.errors import InvalidMediaError, MediaTooLargeError
 from ernie5.protocol.grids import GRIDS
 from ernie5.protocol.tokens import ResizePad
+from ernie5.tokenizers.vision.colour import to_srgb
 from ernie5.tokenizers.vision.model import STRIDE
 
 # Formats whose decoders run no program and follow no link.
@@ -51,7 +52,8 @@ class ImageLimits:
 
 
 def open_image(source: bytes | Image.Image, limits: ImageLimits | None = None) -> Image.Image:
-    """Decode a picture to upright RGB: first frame, EXIF orientation applied, transparency over white.
+    """Decode a picture to upright sRGB: first frame, EXIF orientation and colour profile applied,
+    transparency over white.
 
     Args:
         source: the bytes of a file in one of :data:`FORMATS`, or a Pillow picture.
@@ -158,16 +160,18 @@ def _finish(picture: Image.Image) -> Image.Image:
     except Exception:  # damaged EXIF data: the pixels are still good
         picture = picture.copy()
     if picture.mode.startswith("I;16") or picture.mode in ("I", "F"):
-        return _from_wide_values(picture)
-    if picture.has_transparency_data:
-        picture = picture.convert("RGBA")
+        picture = _from_wide_values(picture)
+    picture = to_srgb(picture)
+    if picture.mode == "RGBA":
         white = Image.new("RGBA", picture.size, (255, 255, 255, 255))
-        return Image.alpha_composite(white, picture).convert("RGB")
-    return picture.convert("RGB")
+        picture = Image.alpha_composite(white, picture).convert("RGB")
+    return picture
 
 
 def _from_wide_values(picture: Image.Image) -> Image.Image:
-    """Wide grey to RGB: integers are 16-bit values, floats [0, 1] or, where any is above 1, [0, 255]."""
+    """Wide grey to 8 bits, the profile kept: integers are 16-bit values, floats [0, 1] or, where any is above
+    1, [0, 255].
+    """
     values = np.asarray(picture)
     if values.dtype.kind == "f":
         if not np.isfinite(values).all():
@@ -176,7 +180,9 @@ def _from_wide_values(picture: Image.Image) -> Image.Image:
     else:
         scaled = values / 257.0
     grey = np.clip(np.rint(scaled), 0, 255).astype(np.uint8)
-    return Image.fromarray(grey).convert("RGB")
+    narrow = Image.fromarray(grey)
+    narrow.info = {key: value for key, value in picture.info.items() if key == "icc_profile"}
+    return narrow
 
 
 def _border_colour(pixels: np.ndarray) -> np.ndarray:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ernie5.protocol.errors import InvalidInputError
 from ernie5.tokenizers.text import TextTokenizer
 from ernie5.tokenizers.text.sources import CODE_CHARACTERS, code, names
 from ernie5.tokenizers.text.train import read_sources, train, within_budget
@@ -42,6 +43,25 @@ def test_training_is_deterministic_and_writes_its_card(files: list[Path], tmp_pa
     assert card["hash"] == tokenizer.hash
     assert set(card["files"]) == {"en.txt", "zh.txt", "names.txt"}
     assert all(0 < size <= 20_000 for size in card["training_bytes"].values())
+
+
+def test_training_in_utf_16be_writes_line_ends_as_pieces(files: list[Path], tmp_path: Path) -> None:
+    paths = [train(files[:2], tmp_path / run, 600, budget=20_000, fallback="utf-16be") for run in ("a", "b")]
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+    tokenizer = TextTokenizer.load(paths[0])
+    assert tokenizer.fallback == "utf-16be" and tokenizer.vocabulary_size == 600
+    assert [len(tokenizer.ids(text)) for text in ("\n", "\t", "\r", "ق", "😀")] == [1, 1, 1, 2, 4]
+    text = "the cat of a \u2581 small sea 床前\r\n\t ق 12"
+    assert tokenizer.text(tokenizer.ids(text)) == text
+    card = json.loads((tmp_path / "a" / "text.json").read_text(encoding="utf-8"))
+    assert "UTF-16BE" in card["kind"] and "--fallback utf-16be" in card["recipe"]
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "picture.txt"
+    path.write_bytes(b"\x89PNG")
+    with pytest.raises(InvalidInputError, match=r"picture\.txt is not UTF-8"):
+        train([path], tmp_path / "out")
 
 
 def test_too_little_text_is_an_error_that_says_so(files: list[Path], tmp_path: Path) -> None:
