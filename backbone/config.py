@@ -139,7 +139,8 @@ class BackboneConfig(BaseModel):
         bits: of one visual code.
         audio_levels, audio_codebook: residual levels predicted, codes per level.
         audio_layers: H, the top layers that carry the audio heads; like the first one they are never skipped.
-        features: named understanding encoders of pictures and their widths.
+        features: named understanding encoders of pictures and their widths: ``cnn``, the tokenizer's own,
+            and ``vit``, the semantic one, where the vision service is set to give it.
         sound_features: those of sounds, added to the code embeddings of understood frames; may be empty.
         rope_theta: base of the rotary angles.
         audio_mask: ``causal``, or ``sparse``: a sliding window over frames plus global anchor frames.

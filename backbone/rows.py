@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ernie5.backbone.config import BackboneConfig
+from ernie5.backbone.execution import moved
 from ernie5.backbone.layout import FEATURE, FRAME, NO_TARGET, SCALE, TOKEN, SampleLayout
 from ernie5.kernels.flashmask import MaskPlan
 
@@ -46,6 +48,8 @@ class RowBatch:
     lengths: list[list[int]]
     group: Tensor  # int8 [B, N]: what kind of position, for routing tables: see GROUPS
     _plan: MaskPlan | None = field(default=None, repr=False)
+    # Kept by target_counts: on a GPU each would have to be waited for.
+    _counts: dict[str, float] | None = field(default=None, init=False, repr=False)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -60,6 +64,33 @@ class RowBatch:
         if self._plan is None:
             self._plan = MaskPlan.from_intervals(self.intervals, self.positions.shape[1])
         return self._plan
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> RowBatch:
+        """The same rows on ``device``, the mask's plan included; the batch itself if it lies there.
+
+        The mask is checked where it lies now, so that nothing is waited for on a GPU. ``non_blocking`` takes
+        pinned memory and returns before the copies are done; work on the current stream comes after them.
+        """
+        if self.positions.device == device:
+            return self
+
+        def there(tensor: Tensor) -> Tensor:
+            return moved(tensor, device, non_blocking=non_blocking)
+
+        tensors: dict[str, Any] = {
+            item.name: value for item in fields(self) if isinstance(value := getattr(self, item.name), Tensor)
+        }
+        # Other devices know few operations on unsigned numbers.
+        tensors["bits_target"] = self.bits_target.to(torch.int64)
+        tensors = {name: there(value) for name, value in tensors.items()}
+        # A plan made in inference mode would be of no use to training.
+        with torch.inference_mode(False):
+            checked = self.plan()
+            plan = MaskPlan(there(checked.intervals), checked.rows)
+        features = {name: there(values) for name, values in self.features.items()}
+        there_too = replace(self, **tensors, features=features, _plan=plan)
+        there_too._counts = self._counts
+        return there_too
 
 
 GROUPS = ("text", "image understanding", "image generation", "audio")

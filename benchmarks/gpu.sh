@@ -1,10 +1,13 @@
 #!/bin/sh
-# Checks and times the Triton attention kernels on this machine's NVIDIA GPU, in under 8 minutes.
+# Checks and times the Triton attention kernels on this machine's NVIDIA GPU, in under 8 minutes, then the trainer
+# and the inference engine (device, TF32 on and off, compiled and not), in a few more; ONLY=attention or
+# ONLY=backbone runs one of the two.
 #
 #   benchmarks/gpu.sh [options of benchmarks/gpu_attention.py]
 #
 # Needs PyTorch with CUDA and Triton in .venv, or in the python3 on PATH (or PYTHON=...); the project itself need
-# not be installed. Writes a table and JSON under ${OUT:-bench-out}.
+# not be installed, but the trainer wants pydantic, numpy and safetensors. Writes tables and JSON under
+# ${OUT:-bench-out}; the status is not 0 where a check fails.
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -28,4 +31,12 @@ if ! "$PYTHON" -c 'import ernie5.kernels' 2>/dev/null; then
     PYTHONPATH="$shim${PYTHONPATH:+:$PYTHONPATH}"
     export PYTHONPATH
 fi
-PYTHONUNBUFFERED=1 "$PYTHON" benchmarks/gpu_attention.py --out "${OUT:-bench-out}" "$@"
+export PYTHONUNBUFFERED=1
+status=0
+if [ "${ONLY:-attention}" = attention ]; then
+    "$PYTHON" benchmarks/gpu_attention.py --out "${OUT:-bench-out}" "$@" || status=$?
+fi
+if [ "${ONLY:-backbone}" = backbone ]; then
+    "$PYTHON" benchmarks/gpu_backbone.py --out "${OUT:-bench-out}" || status=$?
+fi
+exit "$status"

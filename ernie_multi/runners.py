@@ -65,7 +65,8 @@ class EngineSettings(Settings):
 
     ``capacity`` requests run in one batch, each of at most ``max_length`` positions. ``threads`` are torch's;
     0 leaves its own number. ``expert_memory`` (``50MB``) bounds the experts' weights in memory, the others
-    stay in the model's file; empty holds all.
+    stay in the model's file; empty holds all. ``device``, ``tf32`` and ``compile`` are those of
+    :class:`~ernie5.backbone.execution.Execution`; with ``expert_memory`` a model runs on the CPU.
     """
 
     section: ClassVar[str] = "engine"
@@ -74,6 +75,9 @@ class EngineSettings(Settings):
     max_length: Annotated[int, Field(ge=16)] = 1024
     threads: Annotated[int, Field(ge=0)] = 0
     expert_memory: str = ""
+    device: str = "auto"
+    tf32: bool = True
+    compile: bool = False
 
 
 def stop_on_signals() -> threading.Event:
@@ -128,14 +132,22 @@ def run_inference() -> None:
         UnavailableError: Redis does not answer at the start; later on it is waited for.
     """
     settings = load_settings(EngineSettings)
+    if settings.expert_memory and settings.device not in ("auto", "cpu"):
+        raise InvalidInputError(
+            f"expert_memory {settings.expert_memory} leaves experts in the file, which only the CPU reads; "
+            f"leave it empty for device {settings.device}, or take cpu",
+            param="engine.device",
+        )
     stop = stop_on_signals()
     folder = _wait_for_model(stop)
     if folder is None:
         return
     import torch
 
+    from ernie5.backbone.execution import Execution
     from ernie5.backbone.inference.engine import InferenceEngine
     from ernie5.backbone.inference.offload import OffloadedBackbone, load_offloaded, parse_bytes
+    from ernie5.backbone.model.placement import place
     from ernie5.backbone.training.checkpoint import load_model
     from ernie5.services.generation_stream import WorkerInfo
     from ernie5.services.inference import InferenceSettings, InferenceWorker
@@ -148,6 +160,8 @@ def run_inference() -> None:
         if settings.expert_memory
         else load_model(folder)
     )
+    device = "cpu" if settings.expert_memory else settings.device
+    where = place(model, Execution(device=device, tf32=settings.tf32, compile=settings.compile))
     engine = InferenceEngine(model, tokenizers, capacity=settings.capacity, max_length=settings.max_length)
     info = WorkerInfo(
         models=(model.config.name,),
@@ -156,7 +170,7 @@ def run_inference() -> None:
         created=int((folder / "model.safetensors").stat().st_mtime),
     )
     client = connect(load_settings(RedisSettings))
-    print(f"inference serves {model.config.name} of {folder}", flush=True)
+    print(f"inference serves {model.config.name} of {folder} on {where}", flush=True)
     InferenceWorker(engine, client, info, load_settings(InferenceSettings)).run(stop)
     if isinstance(model, OffloadedBackbone):
         print(f"inference: experts in the file: {model.store.stats.as_json()}", flush=True)

@@ -68,8 +68,10 @@ def measure_loss(model: Backbone, batches: Sequence[RowBatch], subnetwork: SubNe
     count: dict[str, float] = {}
     right: list[bool] = []
     for batch in batches:
+        batch = batch.to(model.device)
         layers = None if subnetwork is None else subnetwork.layers
-        outputs = model(batch, layers=layers, routing=routing_of(model, batch, subnetwork))
+        routing = routing_of(model, batch, subnetwork).to(model.device)
+        outputs = model(batch, layers=layers, routing=routing)
         sums = loss_sums(outputs, batch)
         for name, value in sums.total.items():
             total[name] = total[name] + value if name in total else value
@@ -84,8 +86,9 @@ def _exact_answers(logits: torch.Tensor, batch: RowBatch) -> list[bool]:
     """Whether all of its text is right, for each sample that has text to say and nothing else."""
     owner = batch.sample.flatten()
     hit = logits.argmax(-1) == batch.text_target
-    wrong = torch.zeros(batch.samples, dtype=torch.long).index_add_(0, owner[batch.text_at], (~hit).long())
-    speaks = torch.zeros(batch.samples, dtype=torch.bool)
+    wrong = torch.zeros(batch.samples, dtype=torch.long, device=owner.device)
+    wrong.index_add_(0, owner[batch.text_at], (~hit).long())
+    speaks = torch.zeros(batch.samples, dtype=torch.bool, device=owner.device)
     speaks[owner[batch.text_at]] = True
     for at in (batch.bits_at, batch.audio_at):
         speaks[owner[at]] = False

@@ -108,7 +108,9 @@ def choose_subnetwork(
     """A sub-network of about ``depth`` of the layers, ``width`` of the experts and ``top_k`` experts a token.
 
     Needs no data: layers are dropped evenly between the first and the audio layers, which always stay, and
-    experts are kept by demand: the balancing bias is lowest where the router would crowd without it.
+    experts are kept by demand: the balancing bias is lowest where the router would crowd without it. Where
+    biases are equal, as when none was learnt, the first experts stay. Demand is a poor guide: in measurements
+    experts chosen so kept no more than random ones (docs/elastic.md).
     :mod:`ernie5.backbone.elastic.importance` chooses by calibration data.
 
     Raises:

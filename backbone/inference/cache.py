@@ -15,28 +15,35 @@ class KeyValueCache:
     ``hidden`` int64 ``[slots, length, 2]``: rows in [start, end) don't see the column (sparse audio).
     """
 
-    def __init__(self, config: BackboneConfig, slots: int, length: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: BackboneConfig,
+        slots: int,
+        length: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
         shape = (config.layers, slots, length, config.key_heads, config.head_dim)
-        self.keys = torch.zeros(shape, dtype=dtype)
-        self.values = torch.zeros(shape, dtype=dtype)
-        self.hidden = torch.zeros(slots, length, 2, dtype=torch.long)
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.hidden = torch.zeros(slots, length, 2, dtype=torch.long, device=device)
         self.free = list(range(slots - 1, -1, -1))
         self.length = length
 
     def write(self, layer: int, slots: Tensor, start: Tensor, key: Tensor, value: Tensor) -> None:
         """Store ``[b, n, Hk, D]`` at positions ``start .. start + n`` of each slot."""
-        place = start[:, None] + torch.arange(key.shape[1])
+        place = start[:, None] + torch.arange(key.shape[1], device=start.device)
         self.keys[layer][slots[:, None], place] = key.to(self.keys.dtype)
         self.values[layer][slots[:, None], place] = value.to(self.values.dtype)
 
-    def visible(self, slots: Tensor, start: Tensor, count: int) -> Tensor:
-        """Which cached columns the new rows see: bool ``[b, 1, count, W]``.
+    def visible(self, slots: Tensor, start: Tensor, count: int, width: int) -> Tensor:
+        """Which of the first ``width`` cached columns the new rows see: bool ``[b, 1, count, width]``.
 
-        New rows see one another in both directions: a chunk is one position or one scale block.
+        New rows see one another in both directions: a chunk is one position or one scale block. ``width`` is
+        the greatest ``start`` plus ``count``, which the caller knows without waiting for a device.
         """
-        width = int(start.max()) + count
-        column = torch.arange(width)
-        row = start[:, None] + torch.arange(count)
+        column = torch.arange(width, device=start.device)
+        row = start[:, None] + torch.arange(count, device=start.device)
         seen = (column < (start + count)[:, None])[:, None, :].expand(-1, count, -1)
         hidden = self.hidden[slots, :width]
         inside = (row[:, :, None] >= hidden[:, None, :, 0]) & (row[:, :, None] < hidden[:, None, :, 1])

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ernie5.backbone.elastic.subnetwork import choose_subnetwork
+from ernie5.backbone.execution import moved, on_host
 from ernie5.backbone.inference.answer import Answer, Chunk, allowed_ids, can_generate, grid_ids
 from ernie5.backbone.inference.cache import KeyValueCache
+from ernie5.backbone.inference.heads import BothCodes, DrawnCodes, Said
 from ernie5.backbone.inference.prompt import lay_out_prompt
-from ernie5.backbone.inference.sampler import draw, draw_bits, draw_rows
+from ernie5.backbone.inference.sampler import draw, draw_bits
 from ernie5.backbone.layout import (
     FRAME,
     MAX_SCALES,
@@ -47,42 +49,12 @@ _GROUP_OF_CHUNK = {"token": TOKEN, "frame": FRAME, "scale": SCALE}  # for pools 
 FRAME_RATE, SAMPLE_RATE = 12.5, 16000
 
 
-class _DrawnCodes:
-    """Audio codes drawn level by level, each request with its own numbers and temperature."""
-
-    def __init__(self, engine: InferenceEngine, answers: Sequence[Answer], at: Tensor) -> None:
-        self.at = at
-        levels = engine.model.config.audio_levels
-        self.end = engine.model.config.audio_codebook
-        self.temperature = torch.tensor([answer.media_temperature for answer in answers])
-        self.uniform = torch.from_numpy(
-            np.stack([answer.uniforms(levels) for answer in answers])
-            if answers
-            else np.zeros((0, levels), np.float32)
-        )
-        self.codes: list[Tensor] = []
-
-    def choose(self, level: int, logits: Tensor) -> Tensor:
-        if level:
-            # The first level alone decides whether the sound is over.
-            logits = logits.clone()
-            logits[:, self.end] = -torch.inf
-        drawn = draw_rows(logits.float(), self.uniform[:, level], self.temperature)
-        if level:
-            drawn = torch.where(self.codes[0] == self.end, self.end, drawn)
-        self.codes.append(drawn)
-        return drawn
-
-    def frames(self) -> Tensor:
-        """int64 ``[A, Q]``."""
-        return torch.stack(self.codes, 1)
-
-
 class InferenceEngine:
     """Answers requests with one model; see :class:`ernie5.protocol.generation.Engine`.
 
     Args:
-        model: in evaluation mode.
+        model: in evaluation mode, on the device where it is to answer; see
+            :func:`~ernie5.backbone.model.placement.place`.
         tokenizers: the hashes that the model was trained with, service name to hash; spans of others are
             refused, generated spans carry them.
         capacity: requests in the running batch.
@@ -100,12 +72,17 @@ class InferenceEngine:
     ) -> None:
         self.model, self.tokenizers = model.eval(), dict(tokenizers)
         self.vocabulary = UnifiedVocabulary(model.config.text_vocabulary)
-        self.cache = KeyValueCache(model.config, capacity, max_length, model.compute_dtype)
+        self.device = model.device
+        self.cache = KeyValueCache(model.config, capacity, max_length, model.compute_dtype, self.device)
         self._capacity, self.max_length, self.prefill_positions = capacity, max_length, prefill_positions
         self._waiting: deque[tuple[Answer, SampleLayout]] = deque()
         self._running: dict[str, Answer] = {}
         self._grids = grid_ids(self.vocabulary)
         self._markers = {name: self.vocabulary.marker(name) for name in ("end_turn", "target")}
+
+    def there(self, tensor: Tensor) -> Tensor:
+        """A tensor of the host on the model's device; nothing waits."""
+        return moved(tensor, self.device, non_blocking=True)
 
     @property
     def capacity(self) -> int:
@@ -188,7 +165,7 @@ class InferenceEngine:
 
     def _prefill(self, batch: list[tuple[Answer, SampleLayout]], total: int, events: list[Event]) -> None:
         model, config = self.model, self.model.config
-        row = pack([[layout for _, layout in batch]], total, config)
+        row = pack([[layout for _, layout in batch]], total, config).to(self.device, non_blocking=True)
         plan = row.plan()
         ends = np.cumsum([len(layout) for _, layout in batch])
         starts = ends - [len(layout) for _, layout in batch]
@@ -207,13 +184,11 @@ class InferenceEngine:
             for (answer, _), end in zip(batch, ends)
             if answer.open_medium and modality_of(answer.open_medium).layout == "codebooks"
         ]
-        drawn = _DrawnCodes(
-            self,
-            [answer for answer, _ in sounding],
-            torch.tensor([at for _, at in sounding], dtype=torch.long),
+        drawn = DrawnCodes(
+            model.config, [answer for answer, _ in sounding], [at for _, at in sounding], self.there
         )
         first = batch[0][0].subnetwork
-        routing = first.routing()
+        routing = first.routing().to(self.device, non_blocking=True)
         routing.group = row.group.flatten()
         hidden = model.run(
             model.embeddings(row),
@@ -221,33 +196,38 @@ class InferenceEngine:
             attend,
             routing,
             layers=first.layers,
-            audio=_Both(forced, drawn),
+            audio=BothCodes(forced, drawn),
         )[0]
-        frames = dict(zip([answer.request.id for answer, _ in sounding], drawn.frames() if sounding else []))
-        for (answer, _), end in zip(batch, ends):
+        last = {
+            answer.request.id: (answer, hidden[end - 1 : end])
+            for (answer, _), end in zip(batch, ends.tolist())
+        }
+        said = self._hear(last, [answer for answer, _ in sounding], drawn)
+        for answer, _ in batch:
             if answer.owed is not None:
                 events.append(answer.token_event(answer.owed))
                 answer.owed = None
-            self._decide(answer, hidden[int(end) - 1 : int(end)], frames.get(answer.request.id), events)
+            self._decide(answer, said[answer.request.id], events)
 
     def _advance(self, answers: list[Answer], events: list[Event]) -> None:
         """One chunk of equal length and kind for several requests."""
         model = self.model
         chunks: list[Chunk] = [answer.chunk for answer in answers if answer.chunk is not None]
         kind, count = chunks[0][0], len(chunks[0][1])
-        values = torch.stack([chunk[1] for chunk in chunks])
-        positions = torch.from_numpy(np.stack([chunk[2] for chunk in chunks]))
+        values = self.there(torch.stack([chunk[1] for chunk in chunks]))
+        positions = self.there(torch.from_numpy(np.stack([chunk[2] for chunk in chunks])))
         if kind == "token":
             x = model.embeddings.token[values]
         elif kind == "frame":
             x = model.embeddings.sound(values.flatten(0, 1)).unflatten(0, values.shape[:2])
         else:
-            scale = torch.tensor([self._scale_index(answer) for answer in answers])
+            scale = self.there(torch.tensor([self._scale_index(answer) for answer in answers]))
             x = model.embeddings.scales(values.flatten(0, 1), scale.repeat_interleave(count))
             x = x.unflatten(0, values.shape[:2])
-        slots = torch.tensor([answer.slot for answer in answers])
-        start = torch.tensor([answer.length for answer in answers])
-        visible = self.cache.visible(slots, start, count)
+        slots = self.there(torch.tensor([answer.slot for answer in answers]))
+        start = self.there(torch.tensor([answer.length for answer in answers]))
+        width = max(answer.length for answer in answers) + count
+        visible = self.cache.visible(slots, start, count, width)
         for answer in answers:
             answer.length += count
 
@@ -261,41 +241,90 @@ class InferenceEngine:
             if answer.open_medium and modality_of(answer.open_medium).layout == "codebooks"
         ]
         # Sounds take one position a chunk, so flat positions are the indices of the requests.
-        drawn = _DrawnCodes(
-            self,
-            [answer for _, answer in sounding],
-            torch.tensor([index for index, _ in sounding], dtype=torch.long),
+        drawn = DrawnCodes(
+            model.config, [answer for _, answer in sounding], [index for index, _ in sounding], self.there
         )
         sub = answers[0].subnetwork
-        routing = sub.routing()
-        routing.group = torch.full((len(answers) * count,), _GROUP_OF_CHUNK[kind])
+        routing = sub.routing().to(self.device, non_blocking=True)
+        routing.group = torch.full((len(answers) * count,), _GROUP_OF_CHUNK[kind], device=self.device)
         hidden = model.run(x, positions, attend, routing, layers=sub.layers, audio=drawn)
-        frames = dict(zip([answer.request.id for _, answer in sounding], drawn.frames() if sounding else []))
-        for index, answer in enumerate(answers):
-            self._decide(answer, hidden[index], frames.get(answer.request.id), events)
+        last = {answer.request.id: (answer, states) for answer, states in zip(answers, hidden)}
+        said = self._hear(last, [answer for _, answer in sounding], drawn)
+        for answer in answers:
+            self._decide(answer, said[answer.request.id], events)
+
+    def _hear(
+        self, last: Mapping[str, tuple[Answer, Tensor]], sounding: Sequence[Answer], drawn: DrawnCodes
+    ) -> dict[str, Said]:
+        """What each answer's next decision reads, by request, given the hidden states of its last chunk.
+
+        On a CPU the heads run when a decision asks. On another device they run here for all answers
+        together, and one wait brings everything to the host, where decisions and draws are made.
+        """
+        model = self.model
+        frames = drawn.frames() if sounding else None
+        if self.device.type == "cpu":
+            heard = dict(
+                zip([answer.request.id for answer in sounding], frames if frames is not None else [])
+            )
+            return {name: Said(model, states, heard.get(name)) for name, (_, states) in last.items()}
+        wanted = {name: self._wanted(answer) for name, (answer, _) in last.items()}
+        texts = [name for name, head in wanted.items() if head == "text"]
+        pictures = [name for name, head in wanted.items() if head == "bits"]
+        made: list[Tensor] = []
+        if texts:
+            made.append(model.text_logits(torch.stack([last[name][1][-1] for name in texts])))
+        cells = [last[name][1] for name in pictures]
+        if cells:
+            made.append(model.heads.bits(torch.cat(cells)).float())
+        if frames is not None:
+            made.append(frames)
+        copies = iter(on_host(*made))
+        found = {name: Said(model, states, None) for name, (_, states) in last.items()}
+        if texts:
+            for name, row in zip(texts, next(copies)):
+                found[name].text = row
+        if cells:
+            for name, rows in zip(pictures, next(copies).split([len(part) for part in cells])):
+                found[name].bits = rows
+        if frames is not None:
+            for answer, frame in zip(sounding, next(copies)):
+                found[answer.request.id].frame = frame
+        return found
+
+    @staticmethod
+    def _wanted(answer: Answer) -> str | None:
+        """The head whose say the next decision of an answer asks for: text, bits, or none further."""
+        if answer.open_medium is None:
+            return "text"
+        if modality_of(answer.open_medium).layout == "codebooks":
+            return None
+        if answer.layout is None:
+            return "text" if answer.params.image_grid is None else None
+        return "bits" if len(answer.codes) < len(answer.layout.schedule) else None
 
     # -- decisions ----------------------------------------------------------------------------------
 
-    def _decide(self, answer: Answer, hidden: Tensor, frame: Tensor | None, events: list[Event]) -> None:
-        """Choose what a request says or feeds next, given the hidden states ``[n, d]`` of its last chunk."""
+    def _decide(self, answer: Answer, said: Said, events: list[Event]) -> None:
+        """Choose what a request says or feeds next, given what the heads say after its last chunk."""
         if answer.open_medium is None:
-            self._decide_text(answer, hidden, events)
+            self._decide_text(answer, said, events)
         elif modality_of(answer.open_medium).layout == "codebooks":
-            assert frame is not None
-            self._decide_sound(answer, frame, events)
+            assert said.frame is not None
+            self._decide_sound(answer, said.frame, events)
         else:
-            self._decide_picture(answer, hidden, events)
+            self._decide_picture(answer, said, events)
         if answer.request.id in self._running and answer.chunk is not None:
             needed = answer.length + len(answer.chunk[1])
             if needed > self.max_length:
                 self._finish(answer, "length", events)
 
-    def _decide_text(self, answer: Answer, hidden: Tensor, events: list[Event]) -> None:
+    def _decide_text(self, answer: Answer, said: Said, events: list[Event]) -> None:
         params = answer.params
         if answer.produced >= params.max_tokens:
             self._finish(answer, "length", events)
             return
-        logits = self.model.text_logits(hidden[-1])
+        logits = said.text_logits()
         logits = logits.masked_fill(~allowed_ids(answer, self.vocabulary), -torch.inf)
         token = draw(logits, float(answer.uniforms(1)[0]), params.temperature, params.top_p, params.top_k)
         if token == self._markers["end_turn"] or token in params.stop_ids:
@@ -335,9 +364,9 @@ class InferenceEngine:
         answer.chunk = ("frame", frame[None], np.full((1, 3), answer.clock, np.float32))
         answer.clock += 1
 
-    def _decide_picture(self, answer: Answer, hidden: Tensor, events: list[Event]) -> None:
+    def _decide_picture(self, answer: Answer, said: Said, events: list[Event]) -> None:
         if answer.layout is None:
-            self._choose_grid(answer, hidden, events)
+            self._choose_grid(answer, said, events)
             return
         layout = answer.layout
         scale = len(answer.codes)
@@ -347,20 +376,20 @@ class InferenceEngine:
             self._close_medium(answer, layout, codes, events)
             answer.layout = None
             return
-        log_odds = self.model.heads.bits(hidden)
+        log_odds = said.log_odds()
         height, width = layout.schedule[scale]
         cells = height * width
         uniform = answer.uniforms(cells * layout.bits)
-        answer.codes.append(draw_bits(log_odds.float(), uniform, answer.media_temperature))
+        answer.codes.append(draw_bits(log_odds, uniform, answer.media_temperature))
         answer.usage["image"] += cells
         self._feed_scale(answer)
 
-    def _choose_grid(self, answer: Answer, hidden: Tensor, events: list[Event]) -> None:
+    def _choose_grid(self, answer: Answer, said: Said, events: list[Event]) -> None:
         wanted = answer.params.image_grid
         if wanted is not None:
             token = self.vocabulary.marker(f"grid_{wanted[0]}x{wanted[1]}")
         else:
-            logits = self.model.text_logits(hidden[-1])
+            logits = said.text_logits()
             mask = torch.zeros(len(logits), dtype=torch.bool)
             mask[list(self._grids)] = True
             logits = logits.masked_fill(~mask, -torch.inf)
@@ -425,18 +454,3 @@ class InferenceEngine:
                     f"the {segment.span.modality} tokens come from tokenizer {segment.span.tokenizer[:12]}, "
                     f"the model was trained with {expected[:12]}; serve the tokenizer it was trained with"
                 )
-
-
-class _Both:
-    """Two audio passes at disjoint positions of one forward pass."""
-
-    def __init__(self, forced: TeacherForcing, drawn: _DrawnCodes) -> None:
-        self.forced, self.drawn = forced, drawn
-        self.at = torch.cat((forced.at, drawn.at))
-
-    def choose(self, level: int, logits: Tensor) -> Tensor:
-        split = len(self.forced.at)
-        choices: list[Callable[[int, Tensor], Tensor]] = [self.forced.choose, self.drawn.choose]
-        return torch.cat(
-            [choose(level, part) for choose, part in zip(choices, (logits[:split], logits[split:]))]
-        )

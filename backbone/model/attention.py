@@ -15,8 +15,44 @@ from ernie5.backbone.model.rope import rotate
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
+def attention_inputs(
+    x: Tensor,
+    turn: Tensor,
+    norm_d: Tensor,
+    qkv: Tensor,
+    epsilon: float,
+    heads: int,
+    key_heads: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Norm, projections and rotation: ``[..., d]`` to query ``[..., H, D]``, key and value ``[..., Hk, D]``.
+
+    Args:
+        turn: ``[..., 1, D/2]``, see :func:`~ernie5.backbone.model.rope.rotate`.
+        norm_d: weight of the norm.
+        qkv: ``[(H + 2 Hk) D, d]``, cast to ``dtype``, that of the products.
+    """
+    normed = F.rms_norm(x, x.shape[-1:], norm_d, epsilon).to(dtype)
+    joined = F.linear(normed, qkv.to(dtype)).unflatten(-1, (heads + 2 * key_heads, -1))
+    query, key, value = joined.split([heads, key_heads, key_heads], -2)
+    return rotate(query, turn), rotate(key, turn), value
+
+
+def attention_outputs(
+    x: Tensor, mixed: Tensor, out: Tensor, norm_d: Tensor, epsilon: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Projection of ``mixed`` ``[..., H, D]``, residual sum float32 ``[..., d]``, and its norm in ``dtype``.
+
+    Args:
+        out: ``[d, H D]``.
+        norm_d: weight of the norm before the feed-forward.
+    """
+    x = x + F.linear(mixed.flatten(-2), out.to(dtype)).float()
+    return x, F.rms_norm(x, x.shape[-1:], norm_d, epsilon).to(dtype)
+
+
 class Attention(nn.Module):
-    """Query, key and value in one projection, no biases."""
+    """Weights of the projections: query, key and value in one, no biases."""
 
     def __init__(self, config: BackboneConfig) -> None:
         super().__init__()
@@ -25,11 +61,3 @@ class Attention(nn.Module):
             torch.empty((config.heads + 2 * config.key_heads) * config.head_dim, config.width)
         )
         self.out = nn.Parameter(torch.empty(config.width, config.heads * config.head_dim))
-
-    def forward(self, x_BNd: Tensor, rotation: Tensor, attend: Attend, layer: int) -> Tensor:
-        batch, length, _ = x_BNd.shape
-        dtype = x_BNd.dtype
-        joined = F.linear(x_BNd, self.qkv.to(dtype)).view(batch, length, -1, self.head_dim)
-        query, key, value = joined.split([self.heads, self.key_heads, self.key_heads], 2)
-        mixed = attend(layer, rotate(query, rotation), rotate(key, rotation), value)
-        return F.linear(mixed.reshape(batch, length, -1), self.out.to(dtype))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ernie5.backbone.config import BackboneConfig
+from ernie5.backbone.execution import moved, on_host
 from ernie5.backbone.model.allocation import BINS
 from ernie5.backbone.model.experts import SparseFeedForward
 from ernie5.backbone.model.router import Routing
@@ -32,12 +33,17 @@ class RoutingSums:
     prices: Tensor
 
     @classmethod
-    def of(cls, config: BackboneConfig, routings: Sequence[Routing] = ()) -> RoutingSums:
-        """The sums of some calls; of none, zeros."""
+    def of(
+        cls,
+        config: BackboneConfig,
+        routings: Sequence[Routing] = (),
+        device: torch.device | str | None = None,
+    ) -> RoutingSums:
+        """The sums of some calls, made on ``device``; of none, zeros."""
         sums = cls(
-            torch.zeros(config.layers, config.experts),
-            torch.zeros(config.layers, 2, dtype=torch.float64),
-            torch.zeros(config.layers, BINS, dtype=torch.int64),
+            torch.zeros(config.layers, config.experts, device=device),
+            torch.zeros(config.layers, 2, dtype=torch.float64, device=device),
+            torch.zeros(config.layers, BINS, dtype=torch.int64, device=device),
         )
         for routing in routings:
             for total, parts in (
@@ -56,11 +62,15 @@ class RoutingSums:
         self.prices += other.prices
         return self
 
+    def on_host(self) -> RoutingSums:
+        """The sums on the CPU, where :meth:`update` and the figures read them; waits for a GPU once."""
+        return RoutingSums(*on_host(self.load, self.opened, self.prices))
+
     def update(self, config: BackboneConfig, layers: Sequence[SparseFeedForward]) -> None:
         """Move each layer's selection bias and limit; layers that no token passed stay as they are."""
         for index, layer in enumerate(layers):
             if self.load[index].any():
-                layer.balance(self.load[index])
+                layer.balance(moved(self.load[index], layer.selection_bias.device))
         allocation = config.router.allocation
         if allocation.policy != "fixed":
             pooled = allocation.scope == "model"

@@ -15,13 +15,14 @@ from ernie5.protocol.vocabulary import UnifiedVocabulary
 class FeatureMerger(nn.Module):
     """K neighbouring patches of each named encoder to one vector (ERNIE 5.0 report, section 2.2.2).
 
-    Project every encoder to one width, let all patches of a token attend to one another, average, project to
-    the backbone.
+    Project every encoder to one width, that of the semantic encoder ``vit`` where there is one, and lay the
+    patches of all encoders side by side (2K items for two); let the items of a token attend to one another,
+    average them, project to the backbone. With one encoder the items are its K patches.
     """
 
     def __init__(self, features: dict[str, int], width: int) -> None:
         super().__init__()
-        inner = max(features.values())
+        inner = features.get("vit", max(features.values()))
         self.heads = next(heads for heads in (4, 2, 1) if inner % heads == 0)
         self.names = tuple(features)
         self.project = nn.ModuleDict({name: nn.Linear(size, inner) for name, size in features.items()})

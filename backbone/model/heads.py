@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -33,6 +34,13 @@ class TeacherForcing:
         return self.target[:, level]
 
 
+def audio_logits(x_Ad: Tensor, norm_d: Tensor, hidden: Tensor, out: Tensor, epsilon: float) -> Tensor:
+    """float32 ``[A, codebook + 1]`` of one level; ``hidden`` is ``[d, d]``, ``out`` ``[codebook + 1, d]``."""
+    x = F.rms_norm(x_Ad, x_Ad.shape[-1:], norm_d, epsilon)
+    x = x + F.silu(F.linear(x, hidden))
+    return F.linear(x, out)
+
+
 class AudioHeads(nn.Module):
     """Depth-wise heads on the top layers (ERNIE 5.0 report, section 2.3.2).
 
@@ -50,21 +58,21 @@ class AudioHeads(nn.Module):
         self.out = nn.Parameter(torch.empty(levels, classes, width))
         self.code = nn.Parameter(torch.empty(levels, classes, width))
 
-    def logits(self, x_Ad: Tensor, level: int) -> Tensor:
-        """float32 ``[A, codebook + 1]``."""
-        x = F.rms_norm(x_Ad, x_Ad.shape[-1:], self.norm[level], self.epsilon)
-        x = x + F.silu(F.linear(x, self.hidden[level]))
-        return F.linear(x, self.out[level])
+    def forward(
+        self, x_Td: Tensor, layer: int, codes: AudioCodes, logits: Callable[..., Tensor] = audio_logits
+    ) -> Tensor:
+        """Run the levels of ``layer`` on the flat hidden states; returns them with embeddings added.
 
-    def forward(self, x_Td: Tensor, layer: int, codes: AudioCodes) -> Tensor:
-        """Run the levels of ``layer`` on the flat hidden states; returns them with embeddings added."""
+        ``logits`` is :func:`audio_logits` or its compiled form.
+        """
         levels = self.levels_of_layer.get(layer, ())
         if not levels or not len(codes.at):
             return x_Td
         here = x_Td.index_select(0, codes.at)
         start = here
         for level in levels:
-            chosen = codes.choose(level, self.logits(here, level))
+            weights = (self.norm[level], self.hidden[level], self.out[level])
+            chosen = codes.choose(level, logits(here, *weights, self.epsilon))
             here = here + F.embedding(chosen, self.code[level])
         return x_Td.index_add(0, codes.at, here - start)
 

@@ -27,6 +27,14 @@ def rotation(positions: Tensor, head_dim: int, theta: float) -> Tensor:
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Turn ``[..., H, D]`` by ``[..., 1, D/2]``, in float32, back in the input's dtype."""
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * rotation).flatten(-2).to(x.dtype)
+    """Turn ``[..., H, D]`` by complex ``[..., 1, D/2]``, in float32, back in the input's dtype.
+
+    Rotations as real ``[..., 1, D/2, 2]`` (cosine, sine) do the same, for compilers that know no complex
+    numbers.
+    """
+    pairs = x.float().unflatten(-1, (-1, 2))
+    if rotation.is_complex():
+        return torch.view_as_real(torch.view_as_complex(pairs) * rotation).flatten(-2).to(x.dtype)
+    (real, imaginary), (cosine, sine) = pairs.unbind(-1), rotation.unbind(-1)
+    turned = (real * cosine - imaginary * sine, real * sine + imaginary * cosine)
+    return torch.stack(turned, -1).flatten(-2).to(x.dtype)

@@ -10,13 +10,14 @@ Shape letters: T tokens, E experts, k slots a token, S samples, L layers, G kind
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ernie5.backbone.config import BackboneConfig, RouterConfig
+from ernie5.backbone.execution import moved
 from ernie5.backbone.model.allocation import (
     count_prices,
     null_prices,
@@ -64,6 +65,22 @@ class Routing:
     estimates: dict[int, Tensor] = field(default_factory=dict)
     choices: dict[int, Tensor] = field(default_factory=dict)
     auxiliary: list[Tensor] = field(default_factory=list)
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> Routing:
+        """The same draws for tokens on ``device``; what becomes of them is noted here and there alike."""
+
+        def there(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else moved(tensor, device, non_blocking=non_blocking)
+
+        return replace(
+            self,
+            expert_mask=there(self.expert_mask),
+            top_k=there(self.top_k),
+            sample=there(self.sample),
+            group=there(self.group),
+            counted=there(self.counted),
+            experts=None if self.experts is None else [there(ids) for ids in self.experts],
+        )
 
 
 @dataclass
@@ -266,8 +283,7 @@ def account(
         assert routing.sample is not None
         # Masked-out experts must not look idle to the balance: only full-width tokens count.
         counted = counted & routing.expert_mask[:, layer].all(-1).index_select(0, routing.sample)
-    chosen = slots[counted].flatten()
-    routing.load[layer] = torch.bincount(chosen[chosen >= 0], minlength=scores.shape[-1])
+    routing.load[layer] = _load(slots, counted, scores.shape[-1])
     if decision.needed is not None and decision.prices is not None:
         needed = decision.needed[counted]
         routing.opened[layer] = torch.stack((needed.sum(), counted.sum())).double()
@@ -280,6 +296,17 @@ def account(
         routing.auxiliary.append(
             config.z_weight * torch.logsumexp(decision.logits, -1)[routing.counted].square().mean()
         )
+
+
+def _load(slots_Tk: Tensor, counted_T: Tensor, experts: int) -> Tensor:
+    """int64 ``[E]``: how many slots of the counted tokens chose each expert."""
+    if slots_Tk.device.type == "cpu":
+        chosen = slots_Tk[counted_T].flatten()
+        return torch.bincount(chosen[chosen >= 0], minlength=experts)
+    # The same where the sizes of results would have to be waited for: what is off is counted first.
+    number = slots_Tk.masked_fill(~counted_T[:, None], -1).flatten() + 1
+    counts = torch.zeros(experts + 1, dtype=torch.int64, device=number.device)
+    return counts.index_add_(0, number, torch.ones_like(number))[1:]
 
 
 def _imbalance(

@@ -20,9 +20,12 @@ from ernie5.backbone.model.attention import Attend, Attention
 from ernie5.backbone.model.embeddings import Embeddings
 from ernie5.backbone.model.experts import Routing, SparseFeedForward
 from ernie5.backbone.model.heads import AudioCodes, Heads, TeacherForcing
+from ernie5.backbone.model.regions import Regions
 from ernie5.backbone.model.rope import rotation
 from ernie5.backbone.rows import RowBatch
 from ernie5.kernels.flashmask import flashmask_attention
+
+_PLAIN = Regions()
 
 
 class Block(nn.Module):
@@ -37,12 +40,30 @@ class Block(nn.Module):
         self.feed_forward = SparseFeedForward(config, layer)
 
     def forward(
-        self, x_BNd: Tensor, turn: Tensor, attend: Attend, routing: Routing, layer: int, dtype: torch.dtype
+        self,
+        x_BNd: Tensor,
+        turn: Tensor,
+        attend: Attend,
+        routing: Routing,
+        layer: int,
+        dtype: torch.dtype,
+        regions: Regions = _PLAIN,
     ) -> Tensor:
-        shape = x_BNd.shape[-1:]
-        normed = F.rms_norm(x_BNd, shape, self.attention_norm, self.epsilon).to(dtype)
-        x_BNd = x_BNd + self.attention(normed, turn, attend, layer).float()
-        normed = F.rms_norm(x_BNd, shape, self.feed_forward_norm, self.epsilon).to(dtype)
+        attention, epsilon = self.attention, self.epsilon
+        query, key, value = regions.attention_inputs(
+            x_BNd,
+            turn,
+            self.attention_norm,
+            attention.qkv,
+            epsilon,
+            attention.heads,
+            attention.key_heads,
+            dtype,
+        )
+        mixed = attend(layer, query, key, value)
+        x_BNd, normed = regions.attention_outputs(
+            x_BNd, mixed, attention.out, self.feed_forward_norm, epsilon, dtype
+        )
         return x_BNd + self.feed_forward(normed.flatten(0, 1), routing, layer).view_as(x_BNd)
 
 
@@ -69,17 +90,27 @@ class Outputs:
 
 
 class Backbone(nn.Module):
-    """The unified model. ``compute_dtype`` is that of the matrix products; weights stay float32."""
+    """The unified model. ``compute_dtype`` is that of the matrix products; weights stay float32.
+
+    ``regions`` are its dense parts, as they are or compiled; see
+    :func:`~ernie5.backbone.model.placement.place`.
+    """
 
     def __init__(self, config: BackboneConfig, *, seed: int = 0) -> None:
         super().__init__()
         self.config = config
         self.compute_dtype = torch.float32
+        self.regions = _PLAIN
         self.embeddings = Embeddings(config)
         self.layers = nn.ModuleList([Block(config, layer) for layer in range(config.layers)])
         self.final_norm = nn.Parameter(torch.ones(config.width))
         self.heads = Heads(config)
         self.initialise(seed)
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights lie."""
+        return self.embeddings.token.device
 
     def feed_forward(self, layer: int) -> SparseFeedForward:
         """The sparse feed-forward of a layer."""
@@ -149,11 +180,13 @@ class Backbone(nn.Module):
         audio: AudioCodes | None = None,
     ) -> Tensor:
         """Embedded inputs through the chosen layers; hidden states ``[B, N, d]`` after the final norm."""
-        turn = rotation(positions, self.config.head_dim, self.config.rope_theta)
+        regions = self.regions
+        turn = regions.rotation(rotation(positions, self.config.head_dim, self.config.rope_theta))
         for index in range(self.config.layers) if layers is None else layers:
-            x_BNd = self.layers[index](x_BNd, turn, attend, routing, index, self.compute_dtype)
+            x_BNd = self.layers[index](x_BNd, turn, attend, routing, index, self.compute_dtype, regions)
             if audio is not None:
-                x_BNd = self.heads.audio(x_BNd.flatten(0, 1), index, audio).view_as(x_BNd)
+                flat = self.heads.audio(x_BNd.flatten(0, 1), index, audio, regions.audio_logits)
+                x_BNd = flat.view_as(x_BNd)
         return F.rms_norm(x_BNd, x_BNd.shape[-1:], self.final_norm, self.config.norm_epsilon)
 
     def text_logits(self, hidden: Tensor) -> Tensor:

@@ -29,7 +29,8 @@ def save_model(folder: Path, model: Backbone, tokenizers: Mapping[str, str]) -> 
     """Write ``config.json`` and ``model.safetensors``; ``tokenizers`` maps service to tokenizer hash."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(
-        {name: value.contiguous() for name, value in model.state_dict().items()}, folder / "model.safetensors"
+        {name: value.cpu().contiguous() for name, value in model.state_dict().items()},
+        folder / "model.safetensors",
     )
     head = {
         "format": FORMAT,
@@ -100,7 +101,7 @@ def save_checkpoint(
     names = _parameter_names(model, optimizer)
     slots = optimizer.state_dict()["state"]
     tensors = {
-        f"{key}/{names[index]}": value.contiguous()
+        f"{key}/{names[index]}": value.cpu().contiguous()
         for index, values in slots.items()
         for key, value in values.items()
         if isinstance(value, torch.Tensor)
@@ -127,6 +128,8 @@ def checkpoints(root: Path) -> list[Path]:
 
 def load_checkpoint(folder: Path, model: Backbone, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Restore weights and optimizer state in place; returns the content of ``state.json``.
+
+    They come to lie where the model does, wherever that was when the checkpoint was written.
 
     Raises:
         InvalidInputError: the checkpoint belongs to a network of another shape, or is damaged.

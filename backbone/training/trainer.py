@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,14 +18,17 @@ from pydantic import BaseModel, ConfigDict, Field
 from ernie5.backbone.config import BackboneConfig
 from ernie5.backbone.elastic.draws import StepDraws
 from ernie5.backbone.elastic.ramp import AXES, Axis, elastic_share, scaled
+from ernie5.backbone.execution import CPU, Execution, numbers, wait_for
 from ernie5.backbone.layout import SampleLayout, lay_out
 from ernie5.backbone.model.balance import RoutingSums
+from ernie5.backbone.model.placement import place
 from ernie5.backbone.model.router import Routing
 from ernie5.backbone.model.transformer import Backbone
 from ernie5.backbone.objectives.complexity import estimate_losses
 from ernie5.backbone.objectives.distillation import text_distillation
 from ernie5.backbone.objectives.next_group import (
     MODALITIES,
+    Losses,
     LossSums,
     LossWeights,
     loss_sums,
@@ -51,8 +54,8 @@ class TrainingConfig(BaseModel):
 
     ``rows`` rows of ``row_length`` positions make a step. ``learning_rate`` is the peak of a
     warm-up/stable/decay schedule over ``steps``; code embeddings take ``code_learning_rate_factor`` times as
-    much. A step's rows run in microbatches of at most ``microbatch_rows``, ``threads`` of them at a time (0:
-    as many as torch has threads); the number of threads changes no result.
+    much. A step's rows run in microbatches of at most ``microbatch_rows``, on a CPU ``threads`` of them at a
+    time (0: as many as torch has threads); the number of threads changes no result.
 
     On ``elastic_ramp_axes`` the probabilities of reduced draws grow over the first ``elastic_ramp`` share of
     the steps and fall over the last ``elastic_calm`` share. Text in rows of reduced depth learns to the share
@@ -139,6 +142,7 @@ class Trainer:
         out: Path,
         tokenizers: dict[str, str],
         *,
+        execution: Execution = CPU,
         on_checkpoint: Callable[[int], None] | None = None,
         on_skip: Callable[[int, str], None] | None = None,
     ) -> None:
@@ -146,27 +150,38 @@ class Trainer:
         Args:
             out: folder of checkpoints, ``metrics.jsonl`` and the final model.
             tokenizers: service name to tokenizer hash, tied to the model.
+            execution: the device, and what is compiled. On a GPU, and where something is compiled,
+                microbatches run one after another.
             on_checkpoint: told the stream position that a written checkpoint covers.
             on_skip: told position and reason of samples the model can't take.
 
         Raises:
             ValueError: a network that can answer but not be trained so.
+            InvalidInputError: the device isn't there.
         """
         backbone.check_trainable()
-        # Small products gain little from threads of their own; microbatches side by side keep cores busy.
         self.workers = training.threads or torch.get_num_threads()
-        torch.set_num_threads(1)
+        self._pool: ThreadPoolExecutor | None
         self.training, self.out, self.tokenizers = training, out, tokenizers
         self.on_checkpoint, self.on_skip = on_checkpoint, on_skip
         self.vocabulary = UnifiedVocabulary(backbone.text_vocabulary)
         self.model = Backbone(backbone, seed=training.seed)
         self.model.compute_dtype = getattr(torch, training.compute_dtype)
+        # Weights are drawn on the host, so they are the same on every device.
+        self.device = place(self.model, execution)
+        self.losses = Losses.compiled() if execution.compile else Losses()
+        if self.device.type != "cpu" or execution.compile:
+            torch.set_num_threads(self.workers)
+            self.workers, self._pool = 1, None
+        else:
+            # Small products gain little from threads of their own; microbatches side by side keep cores busy.
+            torch.set_num_threads(1)
+            self._pool = ThreadPoolExecutor(self.workers, thread_name_prefix="microbatch")
         self.weights = LossWeights(training.text_weight, training.vision_weight, training.audio_weight)
         self.optimizer = torch.optim.AdamW(
             parameter_groups(self.model, training), betas=(0.9, 0.95), fused=True
         )
         self._parameters = list(self.model.parameters())
-        self._pool = ThreadPoolExecutor(self.workers, thread_name_prefix="microbatch")
         self.step = 0
         self._covered_step = -1
         self.position = 0
@@ -228,8 +243,11 @@ class Trainer:
         for _ in range(3):
             batch = pack(rows, training.row_length, config)
             started = time.perf_counter()
-            sums = loss_sums(self.model(batch, routing=Routing(group=batch.group.flatten())), batch)
+            batch = batch.to(self.device, non_blocking=True)
+            outputs = self.model(batch, routing=Routing(group=batch.group.flatten()))
+            sums = loss_sums(outputs, batch, self.losses)
             weighted_loss(sums, sums.count, config, self.weights).backward()
+            wait_for(self.device)
             seconds.append(time.perf_counter() - started)
         self.optimizer.zero_grad(set_to_none=True)
         rounds = -(-training.rows // (training.microbatch_rows * self.workers))
@@ -292,21 +310,29 @@ class Trainer:
             for name, value in target_counts(batch).items():
                 counts[name] += value
         jobs = [(layers, batch, self._routing(batch, draws), counts) for layers, batch in microbatches]
-        totals = dict.fromkeys(MODALITIES, 0.0)
-        routed = RoutingSums.of(config)
-        loss_value = 0.0
+        routed = RoutingSums.of(config, device=self.device)
+        losses: list[torch.Tensor] = []
+        # A GPU takes the microbatches from one stream, and the host needn't wait between them.
+        results: Iterable[_Microbatch]
+        results = (map if self._pool is None else self._pool.map)(lambda job: self._gradients(*job), jobs)
         # Summed in the order of the rows, so that the result doesn't depend on who finishes first.
-        for result in self._pool.map(lambda job: self._gradients(*job), jobs):
-            loss_value += result.loss
+        for result in results:
+            losses += (result.loss, *(result.totals[name] for name in MODALITIES))
             routed.add_(result.routed)
-            for name, value in result.totals.items():
-                totals[name] += value
             for parameter, gradient in zip(self._parameters, result.gradients):
                 if gradient is not None:
                     parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), training.gradient_clip)
+        # The step's one wait for the device: all that the host wants to know.
+        *values, norm_value = numbers([*losses, norm])
+        routed = routed.on_host()
+        loss_value, totals = 0.0, dict.fromkeys(MODALITIES, 0.0)
+        for start in range(0, len(values), 1 + len(MODALITIES)):
+            loss_value += values[start]
+            for name, value in zip(MODALITIES, values[start + 1 :]):
+                totals[name] += value
         if not np.isfinite(loss_value):
             raise RuntimeError(f"the loss is {loss_value} at step {self.step}; lower the learning rate")
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), training.gradient_clip)
         factor = warmup_stable_decay(self.step, training.steps, warmup=training.warmup, decay=training.decay)
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak"] * factor
@@ -321,7 +347,7 @@ class Trainer:
             losses={name: totals[name] / counts[name] for name in counts if counts[name]},
             loss=loss_value,
             learning_rate=training.learning_rate * factor,
-            gradient_norm=float(norm),
+            gradient_norm=norm_value,
             tokens=packed.used,
             samples=sum(len(row) for row in packed.rows),
             skipped=self.skipped,
@@ -343,8 +369,11 @@ class Trainer:
     ) -> _Microbatch:
         """One microbatch's share of the step's loss and its gradients; touches no shared state."""
         config = self.model.config
+        if self.device.type != "cpu":
+            batch = batch.to(self.device, non_blocking=True)
+            routing = routing.to(self.device, non_blocking=True)
         outputs = self.model(batch, layers=layers, routing=routing)
-        sums = loss_sums(outputs, batch)
+        sums = loss_sums(outputs, batch, self.losses)
         learnt = dict(sums.total)
         if self.training.distillation and len(layers) < config.layers:
             term = text_distillation(self.model, batch, outputs)
@@ -354,13 +383,14 @@ class Trainer:
             # The step's rows share these terms, whatever microbatches they came in.
             loss = loss + term / len(layers) * (batch.shape[0] / self.training.rows)
         gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
-        totals = {name: float(value.detach()) for name, value in sums.total.items()}
-        return _Microbatch(float(loss.detach()), totals, RoutingSums.of(config, [routing]), gradients)
+        totals = {name: value.detach() for name, value in sums.total.items()}
+        routed = RoutingSums.of(config, [routing], self.device)
+        return _Microbatch(loss.detach(), totals, routed, gradients)
 
 
 @dataclass
 class _Microbatch:
-    loss: float
-    totals: dict[str, float]
+    loss: torch.Tensor
+    totals: dict[str, torch.Tensor]
     routed: RoutingSums
     gradients: tuple[torch.Tensor | None, ...]

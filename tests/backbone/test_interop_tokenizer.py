@@ -197,6 +197,13 @@ def test_tokenizers_that_change_text_are_told_apart(options: dict[str, Any], rea
     assert found is not None and reason in found
 
 
+def test_a_tokenizer_that_falls_back_to_utf_16_is_told_apart(tmp_path: Path) -> None:
+    model = TextTokenizer(MODEL, fallback="utf-16be").model
+    assert "utf-16be, not in UTF-8" in (why_not_lossless(model) or "")
+    with pytest.raises(InvalidInputError, match="utf-16be"):
+        write_tokenizer(model, UnifiedVocabulary(TEXT.vocabulary_size), tmp_path)
+
+
 def test_padding_adds_pieces_that_text_never_becomes() -> None:
     longer = TextTokenizer(padded(MODEL, 8300))
     assert longer.vocabulary_size == 8300
