@@ -67,12 +67,26 @@ def plain_json(value: Any, where: str, depth: int = MAX_JSON_DEPTH) -> Any:
         for key, item in value.items():
             if not isinstance(key, str):
                 raise WireError(f"{where} has the key {key!r}; keys must be strings", param=where)
-            plain_json(key, f"a key of {where}")
-            plain[str(key)] = plain_json(item, f"{where}.{key}", depth - 1)
+            if not _is_plain(key):
+                plain_json(key, f"a key of {where}")
+            plain[str(key)] = (
+                item if depth > 1 and _is_plain(item) else plain_json(item, f"{where}.{key}", depth - 1)
+            )
         return plain
     if isinstance(value, (list, tuple)):
-        return [plain_json(item, f"{where}[{index}]", depth - 1) for index, item in enumerate(value)]
+        return [
+            item if depth > 1 and _is_plain(item) else plain_json(item, f"{where}[{index}]", depth - 1)
+            for index, item in enumerate(value)
+        ]
     raise WireError(f"{where} is a {type(value).__name__}, which JSON can't carry", param=where)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is one of the usual values, told by its exact type: these need no path and no call."""
+    kind = type(value)
+    if kind is str:
+        return value.isascii()
+    return value is None or kind is bool or (kind is int and -(2**63) <= value < 2**64)
 
 
 def read_fields(

@@ -19,6 +19,7 @@ from typing import Any
 from ernie5.protocol.errors import ErnieMultiError, UnavailableError
 from ernie5.protocol.samples import Segment
 from ernie5.protocol.tokens import TokenSpan
+from ernie5.services.limited_tokenizer import payload_bytes
 from ernie5.tokenizers.base import Medium, Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -30,22 +31,26 @@ class _Job:
 
     key: tuple[Any, ...]
     items: list[Any]
+    bytes: int
     future: Future[list[Any]] = field(default_factory=Future)
 
 
 class Batcher:
     """Runs a tokenizer in a thread of its own, several requests at a time.
 
-    ``max_items`` bounds a batch, ``max_queued`` the items that wait; beyond it requests are refused with
-    ``UnavailableError`` (503) rather than piled up.
+    ``max_items`` bounds a batch, ``max_queued`` the items and ``max_queued_bytes`` the media that wait;
+    beyond them requests are refused with ``UnavailableError`` (503) rather than piled up. A request that
+    finds nothing waiting is always taken.
     """
 
-    def __init__(self, tokenizer: Tokenizer, max_items: int, max_queued: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, max_items: int, max_queued: int, max_queued_bytes: int = 256 << 20
+    ) -> None:
         self._tokenizer = tokenizer
-        self._max_items, self._max_queued = max_items, max_queued
+        self._max_items, self._max_queued, self._max_bytes = max_items, max_queued, max_queued_bytes
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._queued = 0
+        self._queued = self._queued_bytes = 0
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="tokenizer-batches", daemon=True)
         self._thread.start()
@@ -54,13 +59,15 @@ class Batcher:
         self, segments: Sequence[Segment], *, features: bool = False, latent: bool = False
     ) -> list[TokenSpan | ErnieMultiError]:
         """As :meth:`Tokenizer.encode_segments`, from the event loop."""
-        return await self._submit(("encode", features, latent), list(segments))
+        size = sum(payload_bytes(segment) for segment in segments)
+        return await self._submit(_Job(("encode", features, latent), list(segments), size))
 
     async def decode(
         self, spans: Sequence[TokenSpan], *, content_type: str | None = None
     ) -> list[Medium | ErnieMultiError]:
         """As :meth:`Tokenizer.decode_spans`, from the event loop."""
-        return await self._submit(("decode", content_type), list(spans))
+        size = sum(span.codes.nbytes for span in spans)
+        return await self._submit(_Job(("decode", content_type), list(spans), size))
 
     def close(self) -> None:
         """Finish what is queued, refuse the rest and wait for the thread."""
@@ -69,16 +76,22 @@ class Batcher:
         self._jobs.put(None)
         self._thread.join()
 
-    async def _submit(self, key: tuple[Any, ...], items: list[Any]) -> list[Any]:
-        job = _Job(key, items)
+    async def _submit(self, job: _Job) -> list[Any]:
+        count = len(job.items)
         with self._lock:
             if self._closed:
                 raise UnavailableError("the service is shutting down")
-            if self._queued + len(items) > max(self._max_queued, len(items)):
+            if self._queued + count > max(self._max_queued, count):
                 raise UnavailableError(
                     f"{self._queued} items wait already (limit {self._max_queued}); try again shortly"
                 )
-            self._queued += len(items)
+            if self._queued_bytes + job.bytes > max(self._max_bytes, job.bytes):
+                raise UnavailableError(
+                    f"{self._queued_bytes} bytes of media wait already (limit {self._max_bytes}); try again "
+                    "shortly, or raise ERNIE_MULTI_SERVICE_MAX_QUEUED_BYTES"
+                )
+            self._queued += count
+            self._queued_bytes += job.bytes
             self._jobs.put(job)
         return await asyncio.wrap_future(job.future)
 
@@ -110,6 +123,7 @@ class Batcher:
     def _compute(self, batch: list[_Job]) -> None:
         with self._lock:
             self._queued -= sum(len(job.items) for job in batch)
+            self._queued_bytes -= sum(job.bytes for job in batch)
         # A job whose client has gone is skipped.
         live = [job for job in batch if job.future.set_running_or_notify_cancel()]
         if not live:

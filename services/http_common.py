@@ -6,6 +6,7 @@ and sees streamed bodies and answers without buffering them.
 
 from __future__ import annotations
 
+import functools
 import hmac
 import ipaddress
 import json
@@ -148,8 +149,9 @@ class Guard:
         return None
 
 
+@functools.lru_cache(maxsize=256)
 def _names_loopback(value: str) -> bool:
-    """Whether a ``Host`` or ``Origin`` header names this machine."""
+    """Whether a ``Host`` or ``Origin`` header names this machine; a client sends the same ones each time."""
     host = value.split("://")[-1].split("/")[0]
     match = re.fullmatch(r"(\[[^\]]*\]|[^:]*)(:\d*)?", host)
     name = match.group(1).strip("[]").lower() if match else ""

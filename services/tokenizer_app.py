@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import secrets
+from collections import Counter as Tally
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Annotated, Any
@@ -84,7 +85,9 @@ def create_app(
         registry=metrics.registry,
     )
     codes_total = Counter("ernie_multi_codes_total", "Codes made", ("modality",), registry=metrics.registry)
-    batcher = Batcher(tokenizer, settings.max_batch_items, settings.max_queued_requests)
+    batcher = Batcher(
+        tokenizer, settings.max_batch_items, settings.max_queued_requests, settings.max_queued_bytes
+    )
     types = getattr(tokenizer, "content_types", {})
     reader = MediaReader(service, tuple(tokenizer.modalities), settings, types)
 
@@ -129,12 +132,18 @@ def create_app(
         wanted = _choose(request, ("application/json", TOKENS_CONTENT_TYPE))
         segments = await reader.segments(request, modality)
         results = await batcher.encode(segments, features=features, latent=latent)
-        for segment, result in zip(segments, results):
-            failed = isinstance(result, ErnieMultiError)
-            spans_total.labels(segment.modality, "error" if failed else "ok").inc()
+        outcomes = Tally(
+            (segment.modality, "error" if isinstance(result, ErnieMultiError) else "ok")
+            for segment, result in zip(segments, results)
+        )
+        for labels, count in outcomes.items():
+            spans_total.labels(*labels).inc(count)
         spans: list[TokenSpan] = _all_good(results, "items")
+        made: Tally[str] = Tally()
         for span in spans:
-            codes_total.labels(span.modality).inc(span.codes.size)
+            made[span.modality] += span.codes.size
+        for name, count in made.items():
+            codes_total.labels(name).inc(count)
         if wanted == TOKENS_CONTENT_TYPE:
             return Response(encode_spans(spans), media_type=TOKENS_CONTENT_TYPE)
         return JSONResponse({"spans": [span_to_json(span, features or latent) for span in spans]})

@@ -1,7 +1,8 @@
 """The tokenizer services as Ray Serve applications, and running them until they are stopped.
 
 Each service is one application at ``/text``, ``/audio`` or ``/vision``; replicas answer HTTP and, where a run
-and a Redis are named, drain the run's work stream in batches from a background thread.
+and a Redis are named, drain the run's work stream in batches from a background thread. Each service is a pool
+of its own: a number of replicas, or a range within which it follows the lag of its stream.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ernie5.protocol.errors import InvalidInputError
+from ernie5.protocol.modalities import ServiceName
 from ernie5.protocol.settings import load_settings
+from ernie5.services.limited_tokenizer import LimitedTokenizer
 from ernie5.services.tokenizer_app import create_app
 from ernie5.services.tokenizer_settings import TokenizerServiceSettings
 from ernie5.tokenizers.base import Tokenizer
@@ -49,18 +53,52 @@ _EXAMPLES = {
 }
 
 
-def load_tokenizer(name: str) -> Tokenizer:
+def load_tokenizer(name: str, settings: TokenizerServiceSettings | None = None) -> Tokenizer:
     """The shipped tokenizer of a service; only its own dependencies are imported.
 
     ``ERNIE_MULTI_TEXT_MODEL`` names a SentencePiece model for text instead, as imported networks have one.
+    Of ``settings`` the vision pool and the limits count.
     """
     _known(name)
+    settings = settings or TokenizerServiceSettings()
     own = os.environ.get("ERNIE_MULTI_TEXT_MODEL")
     if name == "text" and own:
         from ernie5.tokenizers.text.tokenizer import TextTokenizer
 
         return TextTokenizer.load(Path(own))
-    return load_base(name)
+    if name == "vision":
+        return _load_vision(settings)
+    tokenizer = load_base(name)
+    seconds = settings.limits.audio_seconds
+    if name == "audio" and seconds is not None:
+        from ernie5.tokenizers.audio.tokenizer import AudioTokenizer
+
+        assert isinstance(tokenizer, AudioTokenizer)
+        own_limits = tokenizer.limits
+        # The bound on source samples keeps its rate, so that it doesn't undercut the seconds.
+        samples = round(own_limits.samples * seconds / own_limits.seconds)
+        tokenizer.limits = replace(own_limits, seconds=seconds, samples=samples)
+    return tokenizer
+
+
+def _load_vision(settings: TokenizerServiceSettings) -> Tokenizer:
+    from ernie5.tokenizers.vision.execution import Execution
+    from ernie5.tokenizers.vision.preprocessing import ImageLimits
+    from ernie5.tokenizers.vision.tokenizer import VisionTokenizer
+
+    asked = {"max_pixels": settings.limits.image_pixels, "max_side": settings.limits.image_side}
+    limits = ImageLimits(**{name: value for name, value in asked.items() if value is not None})
+    pool = settings.vision
+    try:
+        execution = Execution(pool.device, pool.dtype, pool.compile)
+    except ValueError as error:
+        raise InvalidInputError(str(error), param="vision.device") from None
+    try:
+        return VisionTokenizer.load(
+            limits=limits, bits=pool.bits, execution=execution, vit=pool.semantic_features
+        )
+    except ValueError as error:
+        raise InvalidInputError(str(error), param="vision.bits") from None
 
 
 def _known(name: str) -> None:
@@ -70,40 +108,70 @@ def _known(name: str) -> None:
         )
 
 
-def build_replica_app(name: str, settings_json: str) -> FastAPI:
-    """The application of a replica: loads the tokenizer and wires the work stream to it."""
+def build_replica_app(name: str, settings_json: str, tokenizer: Tokenizer | None = None) -> FastAPI:
+    """The application of a replica: loads the tokenizer, unless given, and wires the work stream to it."""
     from ernie5.services.work_drain import WorkDrain
 
     logging.getLogger("ernie5").setLevel(logging.INFO)
     settings = TokenizerServiceSettings.model_validate_json(settings_json)
-    tokenizer = with_modalities(name, load_tokenizer(name))
+    if tokenizer is None:
+        tokenizer = with_modalities(name, load_tokenizer(name, settings))
+    tokenizer = LimitedTokenizer(tokenizer, settings.limits.bytes)
     drain = WorkDrain(name, tokenizer, settings)
-    return create_app(tokenizer, settings, state=drain.state, on_start=drain.start, on_stop=drain.stop)
+    app = create_app(tokenizer, settings, state=drain.state, on_start=drain.start, on_stop=drain.stop)
+    app.state.work_drain = drain
+    return app
 
 
-def application(name: str, settings: TokenizerServiceSettings) -> Application:
-    """The Ray Serve application of one tokenizer service."""
+class TokenizerReplica:
+    """What Ray Serve's controller asks of a replica, beside its application (``app``)."""
+
+    app: FastAPI
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """The lag that :class:`~ernie5.services.stream_scaling.StreamLagPolicy` follows."""
+        return await self.app.state.work_drain.load()
+
+
+def application(
+    name: str, settings: TokenizerServiceSettings, load: Callable[[], Tokenizer] | None = None
+) -> Application:
+    """The Ray Serve application of one tokenizer service.
+
+    ``load`` makes the tokenizer in each replica instead of the shipped one, with all its modalities.
+    """
     from ray import serve
 
+    from ernie5.services.stream_scaling import autoscaling
+
     _known(name)
+    service = cast(ServiceName, name)
     gpus = settings.gpus_per_replica
     if gpus is None:
-        gpus = 1.0 if name == "vision" and _has_gpu() else 0.0
+        wanted = name == "vision" and settings.vision.device != "cpu"
+        gpus = 1.0 if wanted and _has_gpu() else 0.0
     settings_json = settings.model_dump_json(exclude_defaults=True)
 
-    # Called in the replica; it closes over two strings, so Ray carries no tokenizer and no connection.
+    # Called in the replica; it closes over strings and a function, so Ray carries no tokenizer and no
+    # connection.
     def build() -> FastAPI:
-        return build_replica_app(name, settings_json)
+        return build_replica_app(name, settings_json, load() if load is not None else None)
 
-    deployment: Any = serve.deployment(serve.ingress(build)())
+    least, most = settings.replicas_of(service)
+    number: dict[str, Any] = (
+        {"num_replicas": least}
+        if most is None
+        else {"autoscaling_config": autoscaling(settings.scaling, least, most)}
+    )
+    deployment: Any = serve.deployment(serve.ingress(build)(TokenizerReplica))
     return deployment.options(
         name=name,
-        num_replicas=settings.replicas,
+        **number,
         max_ongoing_requests=settings.max_queued_requests,
         graceful_shutdown_timeout_s=settings.drain_timeout_s,
         health_check_period_s=2.0,
-        # Replicas share the machine's CPUs; Ray's bookkeeping must not keep one from starting.
-        ray_actor_options={"num_cpus": 0.1, "num_gpus": gpus},
+        # By default replicas share the machine's CPUs: Ray's bookkeeping must not keep one from starting.
+        ray_actor_options={"num_cpus": settings.pool(service).cpus, "num_gpus": gpus},
     ).bind()
 
 

@@ -6,21 +6,25 @@ goes on meanwhile, and ``/ready`` tells what the drain is at.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ernie5.protocol.errors import ErnieMultiError
+from ernie5.protocol.modalities import ServiceName
 from ernie5.services.tokenizer_settings import TokenizerServiceSettings
 from ernie5.tokenizers.base import Tokenizer
 
 if TYPE_CHECKING:
+    from ernie5.services.streams import WorkQueue
     from ernie5.services.worker import DrainMetrics
 
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
+_LOOK_TIMEOUT_S = 2.0
 
 
 class WorkDrain:
@@ -32,6 +36,7 @@ class WorkDrain:
         self._thread: threading.Thread | None = None
         self._status = "off"
         self._counts: dict[str, Any] = {}
+        self._looking: WorkQueue | None = None
 
     @property
     def enabled(self) -> bool:
@@ -55,6 +60,31 @@ class WorkDrain:
         if not self.enabled:
             return {"work": {"status": "off"}}
         return {"work": {"run": self._settings.run, "status": self._status, **self._counts}}
+
+    async def load(self) -> dict[str, float]:
+        """For Ray Serve's controller: the unsettled entries of the stream, ``{"work_entries": n}``.
+
+        Without a stream there are none; empty while Redis does not answer, so that the lag counts as unknown.
+        """
+        from ernie5.services.stream_scaling import LAG_METRIC
+
+        if not self.enabled:
+            return {LAG_METRIC: 0.0}
+        try:
+            return {LAG_METRIC: float(await asyncio.to_thread(self._waiting))}
+        except ErnieMultiError as error:
+            logger.warning("the lag of %s is unknown: %s", self._service, error)
+            return {}
+
+    def _waiting(self) -> int:
+        from ernie5.services.redis_client import connect
+        from ernie5.services.streams import WorkQueue
+
+        if self._looking is None:
+            # A connection of its own: the draining thread's may wait for Redis much longer.
+            client = connect(self._settings.redis, check=False, timeout_s=_LOOK_TIMEOUT_S, retries=0)
+            self._looking = WorkQueue(client, self._settings.run or "")
+        return self._looking.waiting(cast(ServiceName, self._service))
 
     def _run(self) -> None:
         # Here, because a service without a run needs neither Redis nor its client.

@@ -76,6 +76,11 @@ class WorkQueue(RunStream):
             return []
         return [_entry(service, entry_id, fields, deliveries=1) for entry_id, fields in answer[0][1]]
 
+    @unavailable_on_loss
+    def waiting(self, service: ServiceName) -> int:
+        """Entries of a work stream that are not settled, in workers' hands or not: the stream's lag."""
+        return int(self.client.xlen(self.keys.work(service)))
+
     def _claim_one(self, service: ServiceName, consumer: str) -> WorkEntry | None:
         """One entry whose worker has been silent for too long; buries those that were tried often enough."""
         stream = self.keys.work(service)

@@ -7,6 +7,7 @@ bfloat16 and ``torch.compile`` are for GPUs.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,6 +42,7 @@ class Execution:
     compile: bool = False
     backend: str = "inductor"
     _compiled: dict[Any, Function] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.dtype not in _DTYPES:
@@ -90,10 +92,14 @@ class Execution:
         return tuple(output[:count].float().cpu() for output in outputs)
 
     def _compiled_run(self, function: Function, inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
-        compiled = self._compiled.get(function)
-        if compiled is None:
-            compiled = torch.compile(function, dynamic=False, fullgraph=True, backend=self.backend)
-            self._compiled[function] = compiled
-        # Beyond the limit torch would go on uncompiled, silently and with other bits; it shall say so.
-        with torch._dynamo.config.patch(recompile_limit=_COMPILED_SHAPES, fail_on_recompile_limit_hit=True):
+        # HTTP and the work stream compute in threads of their own; the compiler's settings are everybody's.
+        with (
+            self._lock,
+            # Beyond the limit torch would go on uncompiled, silently and with other bits; it shall say so.
+            torch._dynamo.config.patch(recompile_limit=_COMPILED_SHAPES, fail_on_recompile_limit_hit=True),
+        ):
+            compiled = self._compiled.get(function)
+            if compiled is None:
+                compiled = torch.compile(function, dynamic=False, fullgraph=True, backend=self.backend)
+                self._compiled[function] = compiled
             return compiled(inputs)
