@@ -121,6 +121,8 @@ def item_from_files(item_id: str, files: Mapping[str, bytes], where: str) -> Ite
             modality, content_type = MEDIA_TYPES[name]
             if modality == "sound":
                 modality = audio
+            elif modality == "image" and kind == "named_clip":  # WebP and GIF hold both
+                modality = "video"
             media.setdefault(modality, Medium(modality, data=data, content_type=content_type))
         elif name in TEXT_TYPES:
             modality = TEXT_TYPES[name]

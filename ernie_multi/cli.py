@@ -64,6 +64,25 @@ class Tokenizer(StrEnum):
     text = "text"
     audio = "audio"
     vision = "vision"
+    video = "video"
+    vit = "vit"
+
+
+class Draws(StrEnum):
+    """Which sub-networks a training run draws."""
+
+    own = "own"
+    article = "article"
+    report = "report"
+    off = "off"
+
+
+class Allocation(StrEnum):
+    """How a training run decides how many experts a token gets."""
+
+    fixed = "fixed"
+    threshold = "threshold"
+    null = "null"
 
 
 _TOKENIZERS = (Service.text, Service.audio, Service.vision)
@@ -180,7 +199,26 @@ def train(
         str, typer.Option("--data", "-d", help="A corpus by name, or a path to JSONL or WebDataset.")
     ],
     out: OutFolder,
-    preset: Annotated[str, typer.Option(help="Size of the network: nano, mini, base, …")] = "mini",
+    preset: Annotated[
+        str | None, typer.Option(help="Size of the network: nano, mini (default), base or report-16l.")
+    ] = None,
+    elastic: Annotated[
+        Draws | None,
+        typer.Option(
+            help="Sub-networks that training draws: the preset's own, the article's (one for the batch, a "
+            "single expert), the report's (any depth, half the experts), or none: off."
+        ),
+    ] = None,
+    allocation: Annotated[
+        Allocation | None,
+        typer.Option(
+            help="Experts a token: fixed, or by need: threshold (as many as reach a share of the router's "
+            "scores), null (null experts compete for the slots)."
+        ),
+    ] = None,
+    mean_experts: Annotated[
+        float | None, typer.Option(min=1, help="Experts a token in the mean, by need. Default: 2.")
+    ] = None,
     steps: Steps = None,
     minutes: Minutes = None,
     resume: Annotated[bool, typer.Option(help="Go on from the newest checkpoint in --out.")] = False,
@@ -191,18 +229,31 @@ def train(
     validate_every: Annotated[
         int | None, typer.Option(min=1, help="Steps between losses of sub-models on held-out samples.")
     ] = None,
+    device: Annotated[
+        str, typer.Option(help="auto (a GPU where there is one), cpu, cuda or cuda:1.")
+    ] = "auto",
+    tf32: Annotated[bool, typer.Option(help="On a GPU, float32 products in TF32.")] = True,
+    compile_: Annotated[
+        bool, typer.Option("--compile", help="Compile the dense parts: a minute first, faster steps after.")
+    ] = False,
 ) -> None:
     """Train on a corpus, starting the services that it needs."""
     _function("ernie_multi.training", "train")(
         data,
         out,
         preset=preset,
+        elastic=None if elastic is None else elastic.value,
+        allocation=None if allocation is None else allocation.value,
+        mean_experts=mean_experts,
         steps=steps,
         minutes=minutes,
         resume=resume,
         seed=seed,
         start_from=init,
         validate_every=validate_every,
+        device=device,
+        tf32=tf32,
+        compile=compile_,
     )
 
 
@@ -356,9 +407,13 @@ _RECIPES: dict[tuple[str, Tokenizer], tuple[str, str]] = {
     ("train", Tokenizer.text): ("ernie5.tokenizers.text.train", "main"),
     ("train", Tokenizer.audio): ("ernie5.tokenizers.audio.train", "main"),
     ("train", Tokenizer.vision): ("ernie_multi.recipes", "train_vision"),
+    ("train", Tokenizer.video): ("ernie_multi.recipes", "train_video"),
+    ("train", Tokenizer.vit): ("ernie_multi.vit_recipe", "train"),
     ("evaluate", Tokenizer.text): ("ernie_multi.recipes", "evaluate_text"),
     ("evaluate", Tokenizer.audio): ("ernie5.tokenizers.audio.evaluation", "main"),
     ("evaluate", Tokenizer.vision): ("ernie_multi.recipes", "evaluate_vision"),
+    ("evaluate", Tokenizer.video): ("ernie_multi.recipes", "evaluate_video"),
+    ("evaluate", Tokenizer.vit): ("ernie_multi.vit_recipe", "evaluate"),
 }
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
@@ -400,11 +455,36 @@ def tokenizer_evaluate(context: typer.Context, name: Annotated[Tokenizer, typer.
     _run_recipe("evaluate", name, context.args)
 
 
+@tokenizer_app.command("import")
+def tokenizer_import(
+    model: Annotated[Path, typer.Argument(help="A SentencePiece model, BPE or unigram.")],
+    out: OutFolder,
+    fallback: Annotated[
+        str | None, typer.Option(help="Encoding of characters without a piece: utf-8 or utf-16be.")
+    ] = None,
+) -> None:
+    """Make a SentencePiece model a text tokenizer that brings every text back, or say why not."""
+    _function("ernie_multi.recipes", "import_text")(model, out, fallback)
+
+
 class WeightType(StrEnum):
     """Number format of exported weights."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
+
+
+@app.command()
+def grow(
+    model: Annotated[Path, typer.Argument(help="A trained model's folder, or a run's.")],
+    out: Annotated[Path, typer.Argument(help="Model folder to write; must be empty or not there yet.")],
+    bits: Annotated[int, typer.Option(min=1, max=32, help="Bits of a visual cell's code.")] = 24,
+    vision_weights: Annotated[
+        Path | None, typer.Option(help="image.safetensors of the vision tokenizer; default: those that ship.")
+    ] = None,
+) -> None:
+    """Give a model more bits a visual cell, keeping what it knows of those it has."""
+    _function("ernie_multi.growth", "grow")(model, out, bits=bits, vision_weights=vision_weights)
 
 
 @app.command("export-hf")

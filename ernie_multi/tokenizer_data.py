@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 DEFAULT_CORPORA = {
     "vision": ("emoji", "stamps", "digits"),
-    "audio": ("digits", "speech", "stamps"),
+    "video": ("motion",),
+    "audio": ("digits", "speech", "stamps", "sounds"),
 }
 SPRITE_SIDE = 96
 """Pixels of a side of the pictures that the vision recipe draws from."""
@@ -49,6 +50,7 @@ PICTURE_SOURCES = {
 # One task a kind of item, so that each item is read once.
 _PICTURE_TASKS = ("emoji_draw", "draw", "digit_draw")
 _CLIP_TASKS = ("speech_say", "sound_make")
+_ANIMATION_TASKS = ("clip_draw",)
 _TEXT_TASKS = ("text", "emoji_draw")
 # What the shipped vocabulary saw of the package of poems, as prefixes of paths.
 _SHIPPED_POEMS = ("dist/lunyu/", "dist/quantangshi/poet.tang.", "dist/shijing/", "dist/songci/")
@@ -59,7 +61,8 @@ def write(name: str, out: Path, corpora: Sequence[str] | None = None) -> None:
     """Write what a tokenizer's recipe reads to ``out``, and print a summary.
 
     Args:
-        name: the tokenizer: ``vision``, ``audio`` or ``text``.
+        name: the tokenizer: ``vision``, ``video``, ``vit`` (which reads what ``vision`` does), ``audio`` or
+            ``text``.
         out: folder, made where it is missing; files of an earlier call are replaced.
         corpora: names of corpora or paths; default: :data:`DEFAULT_CORPORA`. Text without corpora is made of
             whole packages, as the shipped vocabulary was.
@@ -151,6 +154,35 @@ def sprite_of(picture: Image) -> np.ndarray:
     return np.asarray(sprite)
 
 
+def write_video(out: Path, corpora: Sequence[str] | None, report: Report) -> dict[str, Any]:
+    """``motion.npz``: the frames of animations end to end (``frames`` uint8 ``[n, 64, 64, 3]``, ``offsets``,
+    ``names``, ``test``), as the video tokenizer fits them.
+
+    The recipe reads the pictures of :func:`write_vision` beside it. Returns the number of clips, of held-out
+    ones and of frames.
+    """
+    from ernie5.tokenizers.vision.video_files import read_clip
+
+    clips: list[np.ndarray] = []
+    names: list[str] = []
+    for sample in _samples(_chosen("video", corpora), _ANIMATION_TASKS, report):
+        data = sample.segments[-1].data
+        assert data is not None  # the task's last segment is the clip
+        clips.append(read_clip(data).frames)
+        names.append(str(sample.metadata["label"]))
+    test = [is_held_out(name) for name in names]
+    _require("animations", "motion", test)
+    offsets = np.cumsum([0, *map(len, clips)], dtype=np.int64)
+    _write_arrays(
+        out / "motion.npz",
+        frames=np.concatenate(clips),
+        offsets=offsets,
+        names=np.array(names, dtype=str),
+        test=np.array(test, dtype=bool),
+    )
+    return {"motion.npz": {"items": len(clips), "held out": sum(test), "frames": int(offsets[-1])}}
+
+
 def write_audio(out: Path, corpora: Sequence[str] | None, report: Report) -> dict[str, Any]:
     """``clips.npz``: 16 kHz clips end to end, with what :mod:`ernie5.tokenizers.audio.clips` asks of each.
 
@@ -167,7 +199,10 @@ def write_audio(out: Path, corpora: Sequence[str] | None, report: Report) -> dic
         clips.append(np.rint(samples * 32767).astype(np.int16))
         about = sample.metadata
         source = str(about.get("source", "unknown"))
-        kind = "sound" if about["task"] == "sound_make" else "human" if about.get("human") else source
+        if about["task"] == "sound_make":
+            kind = "music" if source == "music" else "sound"
+        else:
+            kind = "human" if about.get("human") else source
         voice = str(about.get("voice", source))
         held_out = about["split"] == "test" or voice in HELD_OUT_VOICES
         row = (
@@ -261,6 +296,8 @@ def _corpus_texts(corpora: Sequence[str], report: Report) -> dict[str, str]:
 
 _WRITERS: dict[str, Callable[[Path, Sequence[str] | None, Report], dict[str, Any]]] = {
     "vision": write_vision,
+    "video": write_video,
+    "vit": write_vision,
     "audio": write_audio,
     "text": write_text,
 }

@@ -39,6 +39,8 @@ from ernie_multi.stack import command_of, free_port, redis_for
 
 if TYPE_CHECKING:
     from ernie5.backbone.config import BackboneConfig
+    from ernie5.backbone.execution import Execution
+    from ernie5.backbone.model.transformer import Backbone
     from ernie5.backbone.training.trainer import StepReport, Trainer, TrainingConfig
     from ernie5.services.streams import RunStream, TokenFeed
 
@@ -53,13 +55,18 @@ class TrainerSettings(Settings):
     """The trainer service.
 
     ``out`` receives checkpoints and metrics; a run that has a checkpoint there goes on from it. ``rows`` and
-    ``row_length`` shape a step, see :class:`~ernie5.backbone.training.trainer.TrainingConfig`.
+    ``row_length`` shape a step, see :class:`~ernie5.backbone.training.trainer.TrainingConfig`. ``elastic``,
+    ``allocation`` and ``mean_experts`` are those of :func:`train`; ``device``, ``tf32`` and ``compile`` those
+    of :class:`~ernie5.backbone.execution.Execution`.
     """
 
     section: ClassVar[str] = "trainer"
 
     out: Path = Path("runs/trainer")
-    preset: str = "mini"
+    preset: str | None = None
+    elastic: str | None = None
+    allocation: str | None = None
+    mean_experts: Annotated[float | None, Field(ge=1)] = None
     steps: Annotated[int, Field(ge=1)] = 1000
     rows: Annotated[int, Field(ge=1)] = 4
     row_length: Annotated[int, Field(ge=16)] = 1024
@@ -68,6 +75,9 @@ class TrainerSettings(Settings):
     compute_dtype: str = "float32"
     seed: int = 0
     threads: Annotated[int, Field(ge=0)] = 0
+    device: str = "auto"
+    tf32: bool = True
+    compile: bool = False
 
 
 @dataclass
@@ -84,7 +94,10 @@ def train(
     data: str,
     out: Path,
     *,
-    preset: str = "mini",
+    preset: str | None = None,
+    elastic: str | None = None,
+    allocation: str | None = None,
+    mean_experts: float | None = None,
     steps: int | None = None,
     minutes: float | None = None,
     resume: bool = False,
@@ -93,6 +106,9 @@ def train(
     repeats: dict[str, int] | None = None,
     start_from: Path | None = None,
     validate_every: int | None = None,
+    device: str = "auto",
+    tf32: bool = True,
+    compile: bool = False,
     console: Console | None = None,
     while_running: Callable[[str, int], None] | None = None,
 ) -> TrainingResult:
@@ -101,6 +117,7 @@ def train(
     Args:
         data: a corpus by name, or a path.
         out: the run's folder; its name is the run's name on the stream.
+        preset, elastic, allocation, mean_experts: the network, see :func:`network_of`.
         steps: how many; ``minutes`` chooses the number from the speed of a timed pass instead.
         resume: go on from the newest checkpoint in ``out``, with its training options where none are given
             here; without it a folder with checkpoints is refused.
@@ -108,18 +125,23 @@ def train(
         repeats: samples an epoch for each item of a task.
         start_from: a model folder whose network and weights the run begins with, instead of ``preset``.
         validate_every: steps between measurements of sub-models on the corpus's held-out samples.
+        device, tf32, compile: how to run, see :class:`~ernie5.backbone.execution.Execution`.
         while_running: called once with the Redis address and the tokenizers' port when all is up.
 
     Raises:
-        InvalidInputError: no such corpus or preset, or a folder that holds another run.
+        InvalidInputError: no such corpus or preset, a folder that holds another run, or options that this
+            network can't be trained with. All of it is found before anything is started.
         UnavailableError: a process did not come up, or ended for good; a checkpoint is written then.
     """
+    from ernie5.backbone.execution import Execution, choose_device
     from ernie5.backbone.training.checkpoint import checkpoints
     from ernie5.backbone.training.trainer import TrainingConfig
     from ernie5.corpora.corpus import open_corpus
     from ernie_multi.interop import TEXT_MODEL
 
     console = console or Console(stderr=True)
+    execution = Execution(device=device, tf32=tf32, compile=compile)
+    choose_device(device)
     corpus = open_corpus(data, repeats=repeats)
     found = checkpoints(out)
     if found and not resume:
@@ -127,6 +149,14 @@ def train(
             f"{out} holds checkpoints of an earlier run; go on with --resume, or name another folder",
             param="out",
         )
+    network = network_of(
+        preset,
+        start_from,
+        found[-1] if found else None,
+        elastic=elastic,
+        allocation=allocation,
+        mean_experts=mean_experts,
+    )
     given = {**({} if steps is None else {"steps": steps}), **(overrides or {})}
     training = TrainingConfig(**{"seed": seed, **(_options_of(found[-1], seed) if found else {}), **given})
     out.mkdir(parents=True, exist_ok=True)
@@ -178,7 +208,7 @@ def train(
         return _train_here(
             redis_url,
             run,
-            preset,
+            network,
             training,
             out,
             minutes=minutes,
@@ -186,6 +216,7 @@ def train(
             check_peers=check_processes,
             start_from=start_from,
             validation=None if validate_every is None else (data, validate_every),
+            execution=execution,
         )
 
 
@@ -205,6 +236,8 @@ def run_trainer() -> None:
 
     SIGTERM and Ctrl-C write a checkpoint before the process ends.
     """
+    from ernie5.backbone.execution import Execution
+    from ernie5.backbone.training.checkpoint import checkpoints
     from ernie5.backbone.training.trainer import TrainingConfig
 
     logging.basicConfig(
@@ -223,16 +256,84 @@ def run_trainer() -> None:
         seed=settings.seed,
         threads=settings.threads,
     )
+    found = checkpoints(settings.out)
+    network = network_of(
+        settings.preset,
+        None,
+        found[-1] if found else None,
+        elastic=settings.elastic,
+        allocation=settings.allocation,
+        mean_experts=settings.mean_experts,
+    )
     result = _train_here(
-        url, stream.run, settings.preset, training, settings.out, console=Console(stderr=True)
+        url,
+        stream.run,
+        network,
+        training,
+        settings.out,
+        console=Console(stderr=True),
+        execution=Execution(device=settings.device, tf32=settings.tf32, compile=settings.compile),
     )
     print(f"trainer: {result.steps} steps, newest checkpoint {result.checkpoint}", flush=True)
+
+
+def network_of(
+    preset_name: str | None,
+    start_from: Path | None,
+    checkpoint: Path | None,
+    *,
+    elastic: str | None = None,
+    allocation: str | None = None,
+    mean_experts: float | None = None,
+) -> BackboneConfig:
+    """The network of a run: of a preset (default ``mini``), a model folder or the checkpoint it goes on from.
+
+    Args:
+        elastic: which sub-networks training draws, one of :data:`~ernie5.backbone.elastic.options.DRAWS`.
+        allocation: how many experts a token gets, one of :data:`~ernie5.backbone.elastic.options.POLICIES`.
+        mean_experts: in the mean, for those that choose by need.
+
+    Raises:
+        InvalidInputError: an unknown name, values that don't fit the network, or another network than the
+            checkpoint's.
+    """
+    from ernie5.backbone.config import preset
+    from ernie5.backbone.elastic.options import with_allocation, with_draws
+    from ernie5.backbone.training.checkpoint import read_config
+
+    try:
+        named = None if preset_name is None else preset(preset_name)
+    except ValueError as error:
+        raise InvalidInputError(str(error), param="preset") from None
+    if named is not None and start_from is not None:
+        raise InvalidInputError(
+            f"a run begins with the network of preset {preset_name} or of {start_from}; give one of them",
+            param="preset",
+        )
+    if checkpoint is not None:
+        config, _ = read_config(checkpoint)
+    elif start_from is not None:
+        config, _ = read_config(start_from)
+    else:
+        config = named or preset("mini")
+    known = config
+    if elastic is not None:
+        config = with_draws(config, elastic)
+    if allocation is not None or mean_experts is not None:
+        config = with_allocation(config, allocation, mean_experts)
+    if checkpoint is not None and (config != known or (named is not None and named.name != known.name)):
+        raise InvalidInputError(
+            f"{checkpoint} was trained with another network or other options; leave preset, elastic, "
+            "allocation and mean_experts out to go on with its own, or name another folder",
+            param="out",
+        )
+    return config
 
 
 def _train_here(
     redis: RedisSettings | str,
     run: str,
-    preset_name: str,
+    config: BackboneConfig,
     training: TrainingConfig,
     out: Path,
     *,
@@ -241,6 +342,7 @@ def _train_here(
     check_peers: Callable[[], None] = lambda: None,
     start_from: Path | None = None,
     validation: tuple[str, int] | None = None,
+    execution: Execution,
 ) -> TrainingResult:
     """Train on a stream that exists; ``check_peers`` raises where one that it needs is gone for good.
 
@@ -248,8 +350,7 @@ def _train_here(
     """
     import torch
 
-    from ernie5.backbone.config import preset
-    from ernie5.backbone.training.checkpoint import checkpoints, load_model
+    from ernie5.backbone.training.checkpoint import checkpoints
     from ernie5.backbone.training.trainer import Trainer
     from ernie5.services.redis_client import connect
     from ernie5.services.streams import Position, RunStream, TokenFeed
@@ -265,12 +366,13 @@ def _train_here(
 
     threads = torch.get_num_threads()
     _check_tokenizers(out, hashes)
-    config = preset(preset_name) if start_from is None else _config_of(start_from, hashes)
-    trainer = Trainer(config, training, out, hashes, on_skip=on_skip)
+    if start_from is not None:
+        _check_start(start_from, hashes)
+    trainer = Trainer(config, training, out, hashes, execution=execution, on_skip=on_skip)
     if trainer.resume():
         console.print(f"going on from step {trainer.step}, sample {trainer.position}")
     elif start_from is not None:
-        trainer.model.load_state_dict(load_model(start_from)[0].state_dict())
+        _take_weights(trainer.model, start_from)
         console.print(f"starting from the weights of {start_from}")
     curves = None
     if validation is not None:
@@ -310,18 +412,28 @@ def _train_here(
     return TrainingResult(checkpoints(out)[-1], trainer.step, skipped, seconds)
 
 
-def _config_of(folder: Path, hashes: dict[str, str]) -> BackboneConfig:
-    """The network of a model folder to start from; its tokenizers must be those that run."""
+def _check_start(folder: Path, hashes: dict[str, str]) -> None:
+    """The tokenizers of a model folder to start from must be those that run."""
     from ernie5.backbone.training.checkpoint import read_config
 
-    config, tokenizers = read_config(folder)
+    _, tokenizers = read_config(folder)
     for service, expected in tokenizers.items():
         if hashes.get(service, expected) != expected:
             raise TokenizerMismatchError(
                 f"{folder} belongs to {service} tokenizer {expected[:12]}, the services run "
                 f"{hashes[service][:12]}; for text, name its model in ERNIE_MULTI_TEXT_MODEL"
             )
-    return config
+
+
+def _take_weights(model: Backbone, folder: Path) -> None:
+    """Begin with a folder's weights; what only another allocation of experts has is left as it is."""
+    from ernie5.backbone.elastic.options import ALLOCATION_TENSORS
+    from ernie5.backbone.training.checkpoint import load_model
+
+    differing = model.load_state_dict(load_model(folder)[0].state_dict(), strict=False)
+    for name in (*differing.missing_keys, *differing.unexpected_keys):
+        if name.rpartition(".")[2] not in ALLOCATION_TENSORS:
+            raise InvalidInputError(f"{folder} does not fit this network: {name} differs", param="init")
 
 
 def _samples(

@@ -23,7 +23,9 @@ BUILDERS: dict[str, str] = {
     "digits": "10,000 handwritten digits and about 7,000 spoken ones in six languages (80 MB to fetch)",
     "emoji": "1,900 emoji in three drawing styles, named in twelve languages (90 MB to fetch)",
     "stamps": "950 captioned pictures, 7,000 spoken captions, 100 sounds (160 MB to fetch; GPL-2)",
+    "motion": "187 animated emoji with English and Chinese names (165 MB to fetch)",
     "speech": "emoji names, verses and poems spoken by many voices in six languages",
+    "sounds": "5,000 recordings in 30 languages, 6,000 synthetic clips, music (160 MB to fetch; parts GPL-2)",
     "text": "English verses, Chinese poems and sayings, Python source (90 MB to fetch)",
 }
 """Corpus name to what it holds."""
@@ -93,8 +95,12 @@ def _builder(name: str) -> Callable[[Path, Path, Any], dict[str, Any]]:
         from ernie5.corpora.builders.emoji import build_emoji as chosen
     elif name == "stamps":
         from ernie5.corpora.builders.stamps import build_stamps as chosen
+    elif name == "motion":
+        from ernie5.corpora.builders.motion import build_motion as chosen
     elif name == "speech":
         from ernie5.corpora.builders.speech import build_speech as chosen
+    elif name == "sounds":
+        from ernie5.corpora.builders.sounds import build_sounds as chosen
     else:
         from ernie5.corpora.builders.text import build_text as chosen
     return chosen

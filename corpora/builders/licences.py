@@ -62,6 +62,13 @@ LICENCES: tuple[Licence, ...] = (
         "Fetched when built; not shipped.",
     ),
     Licence(
+        "motion",
+        "npm @lobehub/fluent-emoji-anim-1 1.0.0",
+        "MIT (as the package states)",
+        "Fluent Emoji, animated, Copyright Microsoft Corporation; packaged by LobeHub",
+        "Fetched when built; not shipped. The package brings no text of its licence.",
+    ),
+    Licence(
         "names",
         "PyPI emoji 2.16.0",
         "BSD-3-Clause (package); Unicode License v3 (the CLDR names)",
@@ -114,6 +121,34 @@ LICENCES: tuple[Licence, ...] = (
         "Debian tuxpaint-stamps-default 2022.06.04-1",
         "GPL-2 as packaged; parts in the public domain, CC-BY-SA or GFDL",
         "Tux Paint stamps, Bill Kendrick and many contributors",
+        "Fetched when built; not shipped.",
+    ),
+    Licence(
+        "klettres",
+        "Debian klettres-data 4:22.12.3-1",
+        "GPL-2+ as packaged",
+        "KLettres, Anne-Marie Mahfouf and the people who lent their voices",
+        "Fetched when built; not shipped.",
+    ),
+    Licence(
+        "ktuberling",
+        "Debian ktuberling-data 4:22.12.3-1",
+        "GPL-2+ as packaged",
+        "KTuberling, Albert Astals Cid, Paul E. Ahlquist and the people who lent their voices",
+        "Fetched when built; not shipped.",
+    ),
+    Licence(
+        "music",
+        "Debian asterisk-moh-opsound-wav 2.03-1.1",
+        _BY_SA,
+        "Paul Shuler (Macroform), Manolo Camp, Reno Project",
+        "Cut into pieces; they stay under this licence. Fetched when built; not shipped.",
+    ),
+    Licence(
+        "signals",
+        "Debian sound-theme-freedesktop 0.8-2",
+        "CC-BY-SA-3.0, CC-BY-3.0 and GPL-2+, by file, as the package's copyright file lists",
+        "The freedesktop.org sound theme's authors",
         "Fetched when built; not shipped.",
     ),
     Licence(

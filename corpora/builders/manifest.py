@@ -105,7 +105,7 @@ def write_corpus(
                 "content_sha256": summary.content_sha256,
             }
         )
-    if any(kinds.get("named_picture") for kinds in counts.values()):
+    if any(kinds.get(named) for kinds in counts.values() for named in ("named_picture", "named_clip")):
         sources.add("names")
     named = [licence for licence in licences if licence.source in sources]
     missing = sources - {licence.source for licence in named}

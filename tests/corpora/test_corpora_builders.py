@@ -218,3 +218,43 @@ def test_builders_write_no_host_names():
     sources = "".join(path.read_text() for path in folder.glob("*.py") if path.name != "licences.py")
     assert "apt-get" in sources
     assert "http" not in sources
+
+
+def animation_package(home, monkeypatch):
+    """A package of three files: an animation, the same with another code form, and a still picture."""
+    from PIL import Image
+
+    assets = home / "assets"
+    assets.mkdir()
+    frames = [Image.new("RGBA", (64, 64), (40 * index, 0, 0, 255 * (index > 0))) for index in range(5)]
+    frames[0].save(assets / "1f600.webp", save_all=True, append_images=frames[1:], duration=42, lossless=True)
+    frames[0].save(assets / "1f601.webp")
+    frames[0].save(assets / "ffff.webp", save_all=True, append_images=frames[1:], duration=42, lossless=True)
+    from ernie5.corpora.builders import motion
+    from ernie5.corpora.builders.pictures import Emoji
+
+    names = (Emoji("\U0001f600", {"en": "grinning face", "zh": "嘿嘿"}), Emoji("\U0001f601", {"en": "b"}))
+    monkeypatch.setattr(motion, "unpack", lambda *arguments: home)
+    monkeypatch.setattr(motion, "emoji_names", lambda home: names)
+    return motion
+
+
+def test_animations_become_captioned_clips(tmp_path, monkeypatch):
+    from PIL import Image
+
+    motion = animation_package(tmp_path, monkeypatch)
+    assert [code for code, _ in motion.animations(tmp_path)] == ["1f600"]
+    manifest = motion.build_motion(tmp_path / "corpus", tmp_path, Report(None, "motion"))
+    assert {licence["source"] for licence in manifest["licences"]} == {"motion", "names"}
+    ((split, kinds),) = manifest["kinds"].items()
+    assert kinds == {"named_clip": 1}
+    corpus = open_corpus(tmp_path / "corpus", split)
+    assert list(corpus.tasks) == ["clip_name_en", "clip_name_zh", "clip_draw"]
+    sample = corpus[2]
+    assert [segment.modality for segment in sample.segments] == ["text", "video"]
+    assert sample.segments[0].text == "Animate: grinning face"
+    with Image.open(io.BytesIO(sample.segments[1].data)) as clip:
+        assert (clip.n_frames, clip.size) == (3, (96, 96))  # every second frame
+        clip.seek(0)
+        assert clip.convert("RGB").getpixel((5, 5)) == (255, 255, 255)  # over white
+        assert clip.info["duration"] == 84

@@ -75,6 +75,28 @@ def test_pictures_are_held_out_by_concept_in_every_style(few_items: None, tmp_pa
         assert arrays["y"][arrays["test"]].tolist() == labels
 
 
+def test_the_video_recipe_takes_the_animations(tmp_path: Path) -> None:
+    from ernie5.corpora.builders.licences import LICENCES
+    from ernie5.corpora.builders.manifest import BuiltItem, by_split, write_corpus
+    from ernie5.tokenizers.vision.video_files import write_clip
+
+    names = [f"thing {number}" for number in range(30)]
+    frames = [Image.new("RGB", (96, 96), (60 * place, 90, 200)) for place in range(4)]
+    items = []
+    for count, name in enumerate(names):
+        clip, _ = write_clip(frames[: 2 + count % 3], 1000 / 84)
+        about = {"label": name, "names": {"en": name}, "source": "motion"}
+        split = "test" if is_held_out(name) else "train"
+        items.append((split, BuiltItem(f"motion-{count:02d}", "named_clip", {"webp": clip}, about)))
+    write_corpus(tmp_path / "clips", "clips", by_split("clips", items), LICENCES, {})
+    summary = tokenizer_data.write_video(tmp_path, [str(tmp_path / "clips")], SILENT)
+    with np.load(tmp_path / "motion.npz", allow_pickle=False) as arrays:
+        assert arrays["frames"].shape == (summary["motion.npz"]["frames"], 64, 64, 3)
+        assert list(np.diff(arrays["offsets"])) and arrays["offsets"][-1] == len(arrays["frames"])
+        assert arrays["test"].tolist() == [is_held_out(name) for name in arrays["names"]]
+        assert set(arrays["names"]) == set(names)
+
+
 def test_white_around_a_drawing_becomes_transparent_and_white_inside_stays() -> None:
     drawing = np.full((96, 96, 3), 255, np.uint8)
     drawing[20:70, 30:80] = (200, 30, 40)
@@ -164,7 +186,7 @@ def test_an_interrupted_write_leaves_the_earlier_file(
     ("write", "missing"),
     [
         (tokenizer_data.write_vision, ("emoji", "stamps", "digits")),
-        (tokenizer_data.write_audio, ("digits", "speech", "stamps")),
+        (tokenizer_data.write_audio, ("digits", "speech", "stamps", "sounds")),
         (partial(tokenizer_data.write_text, corpora=["mini", "text"]), ("text",)),
     ],
     ids=["vision", "audio", "text"],

@@ -24,7 +24,7 @@ from ernie5.protocol.errors import InvalidInputError, TokenizerMismatchError
 from ernie5.services.redis_client import connect
 from ernie5.services.streams import RunStream
 from ernie5.tokenizers.text.tokenizer import TextTokenizer
-from ernie_multi.training import _config_of, train
+from ernie_multi.training import _check_start, train
 
 BAD = 6
 TRAINING = {"rows": 2, "row_length": 256, "threads": 1, "checkpoint_every": 2, "warmup": 2}
@@ -148,6 +148,7 @@ def test_a_run_begins_with_another_model_s_weights_and_text_tokenizer(corpus, tm
         byte_fallback=True,
         normalization_rule_name="identity",
         add_dummy_prefix=False,
+        remove_extra_whitespaces=False,
         unk_id=0,
         bos_id=-1,
         eos_id=-1,
@@ -170,4 +171,4 @@ def test_a_run_begins_with_another_model_s_weights_and_text_tokenizer(corpus, tm
 def test_a_start_with_other_tokenizers_is_refused(tmp_path):
     save_model(tmp_path, Backbone(preset("nano")), {"text": "a" * 32})
     with pytest.raises(TokenizerMismatchError, match="ERNIE_MULTI_TEXT_MODEL"):
-        _config_of(tmp_path, {"text": "b" * 32, "vision": "c" * 32})
+        _check_start(tmp_path, {"text": "b" * 32, "vision": "c" * 32})

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,7 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ernie5.tokenizers.audio.codec import FRAME
-from ernie5.tokenizers.audio.mel import BANDS, HOP, LOG_FLOOR, log_mel
+from ernie5.tokenizers.audio.mel import BANDS, FLOOR, HOP, LOG_FLOOR, SAMPLE_RATE, filterbank, log_mel
+
+if TYPE_CHECKING:
+    from ernie5.tokenizers.audio.teacher import Teacher
 
 FRAME_SAMPLES = FRAME * HOP
 
@@ -93,6 +98,21 @@ class Clips:
 
 
 @dataclass(frozen=True, slots=True)
+class MelBatch:
+    """What a step trains on.
+
+    Attributes:
+        log_mels: float32 ``[B, BANDS, T]``.
+        teacher: float32 ``[B, T / FRAME, W]``, what a teacher of speech makes of each latent frame.
+        known: bool ``[B, T / FRAME]``, the frames that the teacher was asked about.
+    """
+
+    log_mels: Tensor
+    teacher: Tensor
+    known: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class MelStream:
     """Log-mels of some clips end to end, each padded with silence to whole latent frames.
 
@@ -100,43 +120,108 @@ class MelStream:
         frames: float16 ``[BANDS, total]``; hours of audio fit in memory.
         offsets: int64 ``[clips + 1]``, in mel frames.
         digits: int64, the clips that are spoken digits.
+        teacher: float16 ``[total / FRAME, W]``.
+        known: bool ``[total / FRAME]``, where the teacher was asked.
     """
 
     frames: Tensor
     offsets: np.ndarray
     digits: np.ndarray
+    teacher: Tensor
+    known: Tensor
 
     @classmethod
-    def of(cls, clips: Clips, indices: np.ndarray) -> MelStream:
-        mels = []
+    def of(cls, clips: Clips, indices: np.ndarray, teacher: Teacher | None = None) -> MelStream:
+        """The clips ``indices``; without a teacher, nothing is known."""
+        mels, features, known = [], [], []
         for index in indices:
             samples = clips.waveform(int(index))
             mels.append(log_mel(F.pad(samples, (0, -len(samples) % FRAME_SAMPLES))).half())
+            frames = mels[-1].shape[-1] // FRAME
+            told = teacher.of(int(index), mels[-1]) if teacher else None
+            known.append(torch.full((frames,), told is not None))
+            empty = torch.zeros(frames, teacher.width if teacher else 0, dtype=torch.float16)
+            features.append(empty if told is None else told.half())
         offsets = np.cumsum([0] + [mel.shape[-1] for mel in mels])
-        return cls(torch.cat(mels, dim=-1), offsets, np.flatnonzero(clips.digit[indices] >= 0))
+        return cls(
+            torch.cat(mels, dim=-1),
+            offsets,
+            np.flatnonzero(clips.digit[indices] >= 0),
+            torch.cat(features),
+            torch.cat(known),
+        )
 
-    def batch(self, size: int, frames: int, digit_share: float, random: np.random.Generator) -> Tensor:
-        """Random crops of the stream and whole digit clips, float32 ``[size, BANDS, frames]``.
+    def batch(
+        self,
+        size: int,
+        frames: int,
+        digit_share: float,
+        random: np.random.Generator,
+        changed: float = 0.0,
+    ) -> MelBatch:
+        """Random crops of the stream and whole digit clips, ``size`` items of ``frames`` mel frames.
 
         Whole clips, preceded by less than a latent frame of silence and followed by silence, teach what short
-        requests look like. Loudness is drawn anew for each item.
+        requests look like. Loudness is drawn anew for each item, and for a share ``changed`` of them the
+        speaker's size and the tilt of the spectrum too (see :func:`_changed`).
         """
         whole = round(size * digit_share) if len(self.digits) else 0
+        steps = frames // FRAME
         out = torch.full((size, BANDS, frames), LOG_FLOOR)
+        teacher = torch.zeros(size, steps, self.teacher.shape[1])
+        known = torch.zeros(size, steps, dtype=torch.bool)
         for item in range(size):
+            before = 0
             if item < whole:
                 clip = random.choice(self.digits)
-                start, end = self.offsets[clip], self.offsets[clip + 1]
+                start, end = int(self.offsets[clip]), int(self.offsets[clip + 1])
                 before = int(random.integers(0, FRAME)) if random.random() < 0.5 else 0
-                length = min(int(end - start), frames - before)
-                out[item, :, before : before + length] = self.frames[:, start : start + length]
+                length = min(end - start, frames - before)
             else:
-                start = random.integers(0, max(1, self.frames.shape[-1] - frames))
-                crop = self.frames[:, start : start + frames]
-                out[item, :, : crop.shape[-1]] = crop
-        gain = torch.from_numpy(random.normal(0.0, 0.4, (size, 1, 1)).astype(np.float32))
+                start = FRAME * int(random.integers(0, max(1, (self.frames.shape[-1] - frames) // FRAME)))
+                length = min(frames, self.frames.shape[-1] - start)
+            out[item, :, before : before + length] = self.frames[:, start : start + length]
+            if before == 0:  # shifted clips straddle the teacher's frames
+                first, count = start // FRAME, length // FRAME
+                teacher[item, :count] = self.teacher[first : first + count]
+                known[item, :count] = self.known[first : first + count]
+        gain = random.normal(0.0, 0.4, (size, 1)).astype(np.float32)
         # Digital silence stays silent at any loudness; float16 rounds the floor by less than a hundredth.
-        return torch.where(out > LOG_FLOOR + 0.01, out + gain, out).clamp(min=LOG_FLOOR)
+        out = torch.where(out > LOG_FLOOR + 0.01, out + torch.from_numpy(gain)[..., None], out)
+        number = int(random.binomial(size, changed))
+        if number:
+            which = torch.from_numpy(random.permutation(size)[:number])
+            out[which] = _changed(out[which], random)
+        return MelBatch(out.clamp(min=LOG_FLOOR), teacher, known)
+
+
+@cache
+def _warps() -> Tensor:
+    """Matrices ``[17, BANDS, BANDS]`` that move the spectrum's frequencies by 0.84 to 1.19."""
+    hertz = torch.linspace(0.0, SAMPLE_RATE / 2, filterbank().shape[1])
+    centres = (filterbank() @ hertz) / filterbank().sum(1)
+    matrices = []
+    for factor in torch.linspace(-0.175, 0.175, 17).exp():
+        # Linear interpolation between the two bands on either side of where a band's sound came from.
+        position = torch.searchsorted(centres, centres / factor).clamp(1, BANDS - 1)
+        low, high = centres[position - 1], centres[position]
+        share = ((centres / factor - low) / (high - low)).clamp(0.0, 1.0)
+        matrix = torch.zeros(BANDS, BANDS)
+        rows = torch.arange(BANDS)
+        matrix[rows, position - 1] = 1.0 - share
+        matrix[rows, position] = share
+        matrices.append(matrix)
+    return torch.stack(matrices)
+
+
+def _changed(log_mels: Tensor, random: np.random.Generator) -> Tensor:
+    """Other speakers and rooms of ``log_mels`` ``[B, BANDS, T]``: frequencies scaled, the spectrum tilted."""
+    batch = len(log_mels)
+    warps = _warps()[torch.from_numpy(random.integers(0, 17, batch))]
+    knots = torch.from_numpy(random.normal(0.0, 0.35, (batch, 1, 6)).astype(np.float32))
+    tilt = F.interpolate(knots, BANDS, mode="linear", align_corners=True)[:, 0, :, None]
+    magnitude = (log_mels.exp() - FLOOR).clamp(min=0.0)
+    return torch.log(torch.bmm(warps, magnitude) * tilt.exp() + FLOOR)
 
 
 def waveform_batch(

@@ -3,7 +3,7 @@
 A small convolutional judge learns which digit is said from original clips of training voices, in all
 languages together, and is then asked about held-out voices: originals, and the same clips after the codec.
 The ratio of the two accuracies is the figure of merit; it does not punish the codec for clips that the judge
-cannot tell even undamaged.
+cannot tell even undamaged. Opus and Codec 2 stand beside it where FFmpeg has them.
 
     python -m ernie5.tokenizers.audio.evaluation --data CLIPS --weights FOLDER --out FOLDER
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,15 +24,18 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from ernie5.tokenizers.audio.baselines import BASELINES, Baseline, available, through
 from ernie5.tokenizers.audio.clips import FRAME_SAMPLES, Clips
 from ernie5.tokenizers.audio.codec import MelCodec
-from ernie5.tokenizers.audio.mel import HOP, LOG_FLOOR, griffin_lim, log_mel
+from ernie5.tokenizers.audio.mel import HOP, LOG_FLOOR, SAMPLE_RATE, griffin_lim, log_mel
 from ernie5.tokenizers.audio.storage import CODEC_FILE, SHIPPED, VOCODER_FILE, read_codec, read_vocoder
 from ernie5.tokenizers.audio.vocoder import Vocoder
 
 JUDGE_SAMPLES = 10 * FRAME_SAMPLES  # 0.8 s, the 99th percentile of spoken digits
-LEVELS = (8, 4, 2)
+LEVELS = (8, 4, 2, 1)
 JUDGE_FILE = "judge.safetensors"
+WAYS = ("vocoder", "griffin_lim", "codec_mel")
+_LEAST = {"griffin_lim": 4}  # levels; phase retrieval is slow, and fewer leave little to retrieve
 
 
 class DigitJudge(nn.Module):
@@ -101,13 +105,22 @@ def in_turn(function: Callable[[Tensor], Tensor], inputs: Tensor, size: int = 16
     return torch.cat([function(chunk) for chunk in inputs.split(size)])
 
 
-def figures(clips: Clips, codec: MelCodec, vocoder: Vocoder, judge: DigitJudge) -> dict[str, Any]:
+def figures(
+    clips: Clips,
+    codec: MelCodec,
+    vocoder: Vocoder,
+    judge: DigitJudge,
+    baselines: Sequence[Baseline] = (),
+    ways: Sequence[str] = WAYS,
+) -> dict[str, Any]:
     """Judge accuracies and log-mel distances on held-out voices, all together and by source.
 
     Returns:
         ``digits``: per system (``original``, ``vocoder_8`` …) and source the share judged right; ``_n``
-        counts clips. ``ratio``: per system, accuracy over that of the originals. ``log_mel_l1``: per system
-        and source, mean absolute difference of log-mels (floor 1e-3) inside the clip.
+        counts clips. ``ratio``: the same over the accuracies on the originals. ``log_mel_l1``: per system
+        and source, mean absolute difference of log-mels (floor 1e-3) inside the clip; ``codec_mel_8`` are the
+        mels that the codec gives, the others are measured on sound. ``bits_a_second``: of each system. Only
+        the ``ways`` from codes to sound that are asked for are there.
     """
     held_out = np.flatnonzero((clips.split != "train") & (clips.digit >= 0))
     samples = clips.padded(held_out, JUDGE_SAMPLES)
@@ -117,14 +130,23 @@ def figures(clips: Clips, codec: MelCodec, vocoder: Vocoder, judge: DigitJudge) 
     original = in_turn(log_mel, samples)
 
     decoded: dict[str, Tensor] = {"original": original}
-    decoded["griffin_lim_true_mel"] = in_turn(lambda mels: log_mel(griffin_lim(mels)), original)
-    decoded["vocoder_true_mel"] = in_turn(lambda mels: log_mel(vocoder(mels)), original)
+    makers: dict[str, Callable[[Tensor], Tensor]] = {"griffin_lim": griffin_lim, "vocoder": vocoder}
+    sounding = {name: _heard(make) for name, make in makers.items() if name in ways}
+    for name, heard in sounding.items():
+        decoded[f"{name}_true_mel"] = in_turn(heard, original)
+    # As the tokenizer has it: all levels are searched for together, and the first of them are kept.
+    codes = in_turn(codec.encode, original)
     for levels in LEVELS:
-        mels = in_turn(lambda part, levels=levels: codec.decode(codec.encode(part, levels)), original)  # type: ignore[misc]
-        decoded[f"vocoder_{levels}"] = in_turn(lambda part: log_mel(vocoder(part)), mels)
-        if levels >= 4:  # phase retrieval is slow
-            decoded[f"griffin_lim_{levels}"] = in_turn(lambda part: log_mel(griffin_lim(part)), mels)
-        decoded[f"codec_mel_{levels}"] = mels
+        mels = in_turn(codec.decode, codes[..., :levels])
+        for name, heard in sounding.items():
+            if levels >= _LEAST.get(name, 1):
+                decoded[f"{name}_{levels}"] = in_turn(heard, mels)
+        if "codec_mel" in ways:
+            decoded[f"codec_mel_{levels}"] = mels
+    rates = {f"{way}_{levels}": _bit_rate(codec, levels) for way in ways for levels in LEVELS}
+    for baseline in baselines:
+        sounds, rates[baseline.name] = through(baseline, samples)
+        decoded[baseline.name] = in_turn(log_mel, sounds)
 
     mask = (torch.arange(original.shape[-1])[None] < inside[:, None])[:, None].float()
     result: dict[str, Any] = {"digits": {}, "ratio": {}, "log_mel_l1": {}}
@@ -132,12 +154,77 @@ def figures(clips: Clips, codec: MelCodec, vocoder: Vocoder, judge: DigitJudge) 
     for name, mels in decoded.items():
         right = (in_turn(judge, mels).argmax(1) == digits).float()
         result["digits"][name] = _by_source(right, sources)
-        result["ratio"][name] = round(
-            result["digits"][name]["all"] / max(result["digits"]["original"]["all"], 1e-9), 4
-        )
+        result["ratio"][name] = {
+            source: round(share / result["digits"]["original"][source], 4)
+            for source, share in result["digits"][name].items()
+            if result["digits"]["original"][source]
+        }
         distance = ((mels - original).abs() * mask).mean(1).sum(1) / mask.sum((1, 2))
         result["log_mel_l1"][name] = _by_source(distance, sources)
+    result["bits_a_second"] = {name: round(rates[name]) for name in decoded if name in rates}
     return result
+
+
+def _heard(make: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Log-mels of the sound that ``make`` makes of log-mels."""
+    return lambda mels: log_mel(make(mels))
+
+
+def _bit_rate(codec: MelCodec, levels: int) -> float:
+    return SAMPLE_RATE / FRAME_SAMPLES * levels * math.log2(codec.config.codebook_size)
+
+
+@torch.no_grad()
+def first_level_reading(clips: Clips, codec: MelCodec, steps: int = 300) -> dict[str, float]:
+    """What a linear reader makes of the first level's codes alone: the share of digits it tells, held out.
+
+    It sees how often each code occurs in each third of a clip, and learns from training voices. A second
+    reader is asked for the voice, among those of the synthesiser that were trained on: the less it can tell,
+    the less of the speaker the first level keeps.
+    """
+    size = codec.config.codebook_size
+
+    def counts(indices: np.ndarray) -> Tensor:
+        found = torch.zeros(len(indices), 3 * size)
+        for row, index in enumerate(indices):
+            samples = clips.waveform(int(index))[: 4 * JUDGE_SAMPLES]
+            mels = log_mel(F.pad(samples, (0, -len(samples) % FRAME_SAMPLES)))[None]
+            codes = codec.encode(mels, 1)[0, :, 0]
+            thirds = torch.arange(len(codes)) * 3 // len(codes)
+            found[row].index_add_(0, thirds * size + codes, torch.ones(len(codes)))
+        return found.sqrt()
+
+    digits = np.flatnonzero(clips.digit >= 0)
+    learned, asked = digits[clips.split[digits] == "train"], digits[clips.split[digits] != "train"]
+    seen = counts(learned)
+    read = _linear_reader(seen, torch.from_numpy(clips.digit[learned]), steps)
+    right = read(counts(asked)).argmax(1) == torch.from_numpy(clips.digit[asked])
+    voices, voice = np.unique(clips.voice[learned], return_inverse=True)
+    later = torch.from_numpy(np.random.default_rng(0).random(len(learned)) < 0.2)
+    tell = _linear_reader(seen[~later], torch.from_numpy(voice)[~later], steps)
+    told = tell(seen[later]).argmax(1) == torch.from_numpy(voice)[later]
+    return {
+        "digits_right": round(float(right.float().mean()), 4),
+        "voices_right": round(float(told.float().mean()), 4),
+        "voices": len(voices),
+        "_n": len(asked),
+    }
+
+
+@torch.enable_grad()
+def _linear_reader(features: Tensor, labels: Tensor, steps: int) -> nn.Linear:
+    torch.manual_seed(0)
+    reader = nn.Linear(features.shape[1], int(labels.max()) + 1)
+    optimiser = torch.optim.AdamW(reader.parameters(), 1e-2, weight_decay=1e-2)
+    random = np.random.default_rng(0)
+    for step in range(steps):
+        drawn = torch.from_numpy(random.integers(0, len(labels), 256))
+        optimiser.param_groups[0]["lr"] = 1e-2 * (1 - step / steps)
+        loss = F.cross_entropy(reader(features[drawn]), labels[drawn])
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    return reader.requires_grad_(False)
 
 
 @torch.no_grad()
@@ -218,7 +305,8 @@ def evaluate(data: Path, weights: Path, out: Path, *, judge_steps: int = 900) ->
     codec, vocoder = read_codec(weights / CODEC_FILE), read_vocoder(weights / VOCODER_FILE)
     draw_spectrograms(clips, pictured(clips), codec, vocoder, out / "spectrograms.png")
     judge = _trained_judge(clips, out / JUDGE_FILE, judge_steps)
-    result = figures(clips, codec, vocoder, judge)
+    result = figures(clips, codec, vocoder, judge, BASELINES if available() else ())
+    result["first_level"] = first_level_reading(clips, codec)
     result["held_out_sounds_log_mel_l1"] = sound_distances(clips, codec, vocoder)
     result["perplexity"] = perplexities(clips, codec)
     (out / "figures.json").write_text(json.dumps(result, indent=1))

@@ -100,6 +100,16 @@ def log_mel(samples: Tensor) -> Tensor:
     return torch.log(filterbank().to(samples.device) @ magnitude + FLOOR)
 
 
+def framed_log_mel(samples: Tensor) -> Tensor:
+    """Log-mels ``[BANDS, T]`` of samples ``[(T - 1) * HOP + FFT]`` that reach half a transform beyond the
+    frames' centres on either side: what :func:`log_mel` gives in the middle of a clip.
+    """
+    spectrum = torch.stft(
+        samples, FFT, HOP, WINDOW, window().to(samples.device), center=False, return_complex=True
+    )
+    return torch.log(filterbank().to(samples.device) @ spectrum.abs() + FLOOR)
+
+
 def linear_magnitude(log_mels: Tensor, refinements: int = 10) -> Tensor:
     """Non-negative magnitudes ``[..., F, T]`` whose mel bands match ``log_mels`` ``[..., BANDS, T]``.
 

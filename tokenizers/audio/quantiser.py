@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 _RESTART_EVERY = 10
 _RESTART_BELOW = 0.25  # of the mean use
+_SEARCHED_AT_ONCE = 512  # vectors, so that the search's memory is bounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +29,13 @@ class Quantised:
         vectors: ``[B, D, T]``, with the gradient passed straight through to the input.
         codes: int64 ``[B, T, levels]``.
         commitment: scalar, mean squared distance between residuals and their codes.
+        first: ``[B, D, T]``, the first level's codes alone, the gradient passed straight through.
     """
 
     vectors: Tensor
     codes: Tensor
     commitment: Tensor
+    first: Tensor
 
 
 class ResidualQuantiser(nn.Module):
@@ -50,15 +53,46 @@ class ResidualQuantiser(nn.Module):
         self.register_buffer("counts", torch.ones(levels, size))
         self.register_buffer("sums", self.codebooks.clone())
 
-    def encode(self, vectors: Tensor, levels: int | None = None) -> Tensor:
-        """Codes, int64 ``[B, T, levels]``, of ``vectors`` ``[B, D, T]``."""
+    def encode(self, vectors: Tensor, levels: int | None = None, width: int = 1) -> Tensor:
+        """Codes, int64 ``[B, T, levels]``, of ``vectors`` ``[B, D, T]``.
+
+        Args:
+            vectors: what to code.
+            levels: how many of the levels; all by default.
+            width: how many best beginnings each level keeps for the next to go on from. With one, each level
+                takes the code nearest to what is left, and fewer levels give a prefix; with more, the sum of
+                all levels comes closer to the vectors.
+        """
+        used = self.levels if levels is None else levels
         residual = vectors.transpose(1, 2)
+        if width > 1:
+            found = [
+                self._searched(part, used, width) for part in residual.flatten(0, 1).split(_SEARCHED_AT_ONCE)
+            ]
+            return torch.cat(found).view(*residual.shape[:2], used)
         codes = []
-        for level in range(self.levels if levels is None else levels):
+        for level in range(used):
             chosen = self._nearest(residual, level)
             codes.append(chosen)
             residual = residual - self.codebooks[level][chosen]
         return torch.stack(codes, dim=-1)
+
+    def _searched(self, vectors: Tensor, levels: int, width: int) -> Tensor:
+        """Codes ``[V, levels]`` of ``vectors`` ``[V, D]`` by beam search."""
+        residual = vectors[:, None]
+        codes = torch.zeros(len(vectors), 1, 0, dtype=torch.int64, device=vectors.device)
+        for level in range(levels):
+            codebook = self.codebooks[level]
+            distance = residual.pow(2).sum(-1, keepdim=True) - 2.0 * (residual @ codebook.T)
+            distance = (distance + codebook.pow(2).sum(1)).flatten(1)
+            kept = min(width, distance.shape[1]) if level < levels - 1 else 1
+            best = distance.topk(kept, dim=1, largest=False).indices
+            beginning, code = best // self.size, best % self.size
+            before = codes.gather(1, beginning[..., None].expand(-1, -1, level))
+            codes = torch.cat([before, code[..., None]], dim=-1)
+            left = residual.gather(1, beginning[..., None].expand(-1, -1, self.dimension))
+            residual = left - codebook[code]
+        return codes[:, 0]
 
     def decode(self, codes: Tensor) -> Tensor:
         """Vectors ``[B, D, T]`` of ``codes`` ``[B, T, levels]``; fewer levels than trained are allowed."""
@@ -66,20 +100,29 @@ class ResidualQuantiser(nn.Module):
         assert isinstance(total, Tensor)
         return total.transpose(1, 2)
 
-    def forward(self, vectors: Tensor, levels: int) -> Quantised:
-        """Quantise with the first ``levels`` levels, without touching the codebooks."""
+    def forward(self, vectors: Tensor, levels: int | Tensor) -> Quantised:
+        """Quantise without touching the codebooks.
+
+        Args:
+            vectors: ``[B, D, T]``.
+            levels: how many of the first levels count; an int64 ``[B]`` says it for each clip, and the codes
+                are then those of all levels.
+        """
         residual = vectors.transpose(1, 2)
+        used = self.levels if isinstance(levels, Tensor) else levels
         total = torch.zeros_like(residual)
         commitment = vectors.new_zeros(())
         codes = []
-        for level in range(levels):
+        for level in range(used):
             chosen = self._nearest(residual.detach(), level)
             quantised = self.codebooks[level][chosen]
-            commitment = commitment + F.mse_loss(residual, quantised) / levels
+            commitment = commitment + F.mse_loss(residual, quantised) / used
             codes.append(chosen)
-            total, residual = total + quantised, residual - quantised
-        straight_through = vectors + (total.transpose(1, 2) - vectors).detach()
-        return Quantised(straight_through, torch.stack(codes, dim=-1), commitment)
+            counted = quantised if isinstance(levels, int) else quantised * (levels > level)[:, None, None]
+            total, residual = total + counted, residual - quantised
+        first = self.codebooks[0][codes[0]]
+        through = [vectors + (part.transpose(1, 2) - vectors).detach() for part in (total, first)]
+        return Quantised(through[0], torch.stack(codes, dim=-1), commitment, through[1])
 
     @torch.no_grad()
     def start(self, vectors: Tensor, generator: torch.Generator) -> None:

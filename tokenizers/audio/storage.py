@@ -14,17 +14,19 @@ from torch import Tensor
 
 from ernie5.tokenizers.audio.codec import MelCodec
 from ernie5.tokenizers.audio.vocoder import Vocoder
+from ernie5.tokenizers.audio.waveform import WaveformCodec
 
-Model = TypeVar("Model", MelCodec, Vocoder)
+Model = TypeVar("Model", MelCodec, Vocoder, WaveformCodec)
 
 SHIPPED = Path(__file__).parent / "weights"
 CODEC_FILE, VOCODER_FILE, CARD_FILE = "codec.safetensors", "vocoder.safetensors", "audio.json"
+WAVEFORM_FILE = "waveform.safetensors"
 
 # The quantiser's averages serve training only.
 _TRAINING_ONLY = ("quantiser.counts", "quantiser.sums")
 
 
-def publish(module: MelCodec | Vocoder, path: Path) -> None:
+def publish(module: MelCodec | Vocoder | WaveformCodec, path: Path) -> None:
     """Write ``module`` to ``path`` as float16, atomically."""
     tensors: dict[str, Tensor] = {
         name: tensor.detach().to(torch.float16).contiguous()
@@ -45,6 +47,11 @@ def read_codec(path: Path) -> MelCodec:
 def read_vocoder(path: Path) -> Vocoder:
     """The vocoder in file ``path``, float32, ready for inference; ``ValueError`` where it is damaged."""
     return _read(path, Vocoder)
+
+
+def read_waveform_codec(path: Path) -> WaveformCodec:
+    """The waveform codec in file ``path``, float32; ``ValueError`` where it is damaged."""
+    return _read(path, WaveformCodec)
 
 
 def _read(path: Path, model: type[Model]) -> Model:

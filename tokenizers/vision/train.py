@@ -26,10 +26,12 @@ from torch import Tensor, nn
 from ernie5.protocol.grids import schedule_for
 from ernie5.tokenizers.vision.evaluation import evaluate, write_sample_grid
 from ernie5.tokenizers.vision.judge import train_judge
+from ernie5.tokenizers.vision.losses import ExtraLosses, ExtraLossOptions
 from ernie5.tokenizers.vision.metrics import ssim
 from ernie5.tokenizers.vision.model import STRIDE, VisionModel, VisionModelConfig, count_parameters
 from ernie5.tokenizers.vision.optimizer import Muon
 from ernie5.tokenizers.vision.quantiser import BitBalance, quantise_straight_through
+from ernie5.tokenizers.vision.teacher import Teacher
 from ernie5.tokenizers.vision.training_data import BatchSampler, TrainingData
 from ernie5.tokenizers.vision.weights_file import FORMAT_VERSION, save_weights
 
@@ -71,6 +73,8 @@ def train(
     config: VisionModelConfig | None = None,
     options: TrainingOptions | None = None,
     card: dict[str, object] | None = None,
+    extra: ExtraLossOptions | None = None,
+    teacher: Teacher | None = None,
 ) -> dict[str, object]:
     """Train, evaluate, and write weights (``image.*``), ``samples.png`` and ``metrics.json`` to ``out``.
 
@@ -83,6 +87,8 @@ def train(
         config: sizes of the model.
         options: settings of the optimisation.
         card: more entries for the card ``image.json`` (data, licences, command).
+        extra: perceptual, adversarial and semantic losses; none if None.
+        teacher: of those losses.
 
     Returns:
         The held-out figures (of the float16 weights).
@@ -91,6 +97,8 @@ def train(
         raise ValueError("give either minutes or steps")
     options = options or TrainingOptions()
     run = _Run(data, config or VisionModelConfig(), options, out)
+    if extra is not None:
+        run.extra = ExtraLosses(extra, run.model.config.trunk_width, teacher)
     if resume:
         run.restore()
     judge = train_judge(data.digits, data.digit_labels)
@@ -127,6 +135,7 @@ def train(
             "steps": run.step,
             "training_seconds": round(run.seconds, 1),
             "options": asdict(options),
+            **({} if run.extra is None else {"extra_losses": run.extra.card()}),
             "figures": figures,
         },
     )
@@ -158,6 +167,7 @@ class _Run:
             seed=options.seed,
         )
         self.balance = BitBalance()
+        self.extra: ExtraLosses | None = None
         self.step, self.seconds = 0, 0.0
         self.error = 0.1
         self.curve: list[dict[str, object]] = []
@@ -172,12 +182,16 @@ class _Run:
                 group["lr"] = optimizer.defaults["lr"] * factor
         self.model.train()
         batch = self.sampler.draw(self.step).contiguous(memory_format=torch.channels_last)
-        loss, squared = _loss(self.model, batch, options, self.balance, self.step)
+        loss, squared, decoded = _loss(
+            self.model, batch, options, self.balance, self.step, self.extra, progress
+        )
         self.model.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self.optimizers.values():
             optimizer.step()
+        if self.extra is not None:
+            self.extra.update(batch, decoded, progress)
         if self.step % _LEVEL_EVERY == 0:
             self._level()
         self.step += 1
@@ -224,6 +238,8 @@ class _Run:
             for index, state in optimizer.state_dict()["state"].items():
                 tensors |= {f"{kind}.{index}.{name}": value for name, value in state.items()}
         tensors |= {f"balance.{name}": value for name, value in self.balance.state().items()}
+        if self.extra is not None:
+            tensors |= {f"extra.{name}": value for name, value in self.extra.state().items()}
         self.out.mkdir(parents=True, exist_ok=True)
         counters = {"step": self.step, "seconds": self.seconds, "error": self.error, "curve": self.curve}
         metadata = {"state": json.dumps(counters), "format": str(FORMAT_VERSION)}
@@ -241,6 +257,8 @@ class _Run:
         self.model.load_state_dict(_below(tensors, "model."))
         self.average = _below(tensors, "average.")
         self.balance.restore(_below(tensors, "balance."))
+        if self.extra is not None:
+            self.extra.restore(_below(tensors, "extra."))
         for kind, optimizer in self.optimizers.items():
             state: dict[int, dict[str, Tensor]] = {}
             for name, value in _below(tensors, f"{kind}.").items():
@@ -255,9 +273,16 @@ class _Run:
 
 
 def _loss(
-    model: VisionModel, batch: Tensor, options: TrainingOptions, balance: BitBalance, step: int
-) -> tuple[Tensor, float]:
-    """Weighted sum of the errors, bit balance and commitment; and the plain squared error.
+    model: VisionModel,
+    batch: Tensor,
+    options: TrainingOptions,
+    balance: BitBalance,
+    step: int,
+    extra: ExtraLosses | None,
+    progress: float,
+) -> tuple[Tensor, float, Tensor]:
+    """Weighted sum of the errors, bit balance, commitment and what ``extra`` adds; the plain squared error;
+    and the decoded pictures.
 
     A share of the pictures is decoded from a random prefix of the scales, at less weight, so that coarse
     scales alone already draw a coarse picture (next-scale generation builds on them); and a share from a
@@ -278,7 +303,7 @@ def _loss(
         bits = torch.where(narrow, smaller, bits)
     weight = torch.where(truncated, options.truncated_weight, 1.0)
     weight = weight / weight.sum()
-    latent = model.encode(batch)[1]
+    trunk, latent = model.encode(batch)
     latent.register_hook(lambda gradient: _tangential(gradient, latent.detach()))
     coded = quantise_straight_through(latent, schedule, kept, bits, balance)
     decoded = model.decode(coded.total)
@@ -292,8 +317,11 @@ def _loss(
         + options.balance_weight * coded.balance_loss
         + options.commitment_weight * coded.commitment_loss
     )
+    if extra is not None:
+        terms = extra.terms(batch, decoded, trunk, progress, reconstruction=loss, weight=weight)
+        loss = loss + sum(terms.values())
     whole = squared.detach()[~truncated]
-    return loss, float(whole.mean() if len(whole) else squared.detach().mean())
+    return loss, float(whole.mean() if len(whole) else squared.detach().mean()), decoded
 
 
 def _tangential(gradient: Tensor, latent: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ however it is cut into chunks, and a clip of one frame gets the codes of the pic
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from ernie5.protocol.errors import ErnieMultiError, InvalidInputError
 from ernie5.protocol.grids import schedule_for
 from ernie5.protocol.tokens import ScalesLayout, TokenSpan
 from ernie5.tokenizers.base import Medium
+from ernie5.tokenizers.vision.execution import Execution
 from ernie5.tokenizers.vision.model import STRIDE
 from ernie5.tokenizers.vision.preprocessing import restore
 from ernie5.tokenizers.vision.temporal import Memory, VideoModel
@@ -70,7 +72,7 @@ class ClipEncoder:
         pixels = torch.from_numpy(canvases).permute(1, 0, 4, 2, 3).float() / 255
         trunks, latents = [], []
         for frames in pixels:
-            trunk, latent, self._memory = coder.run(coder.model.encode_frame, frames, self._memory)
+            (trunk, latent), self._memory = coder.run(coder.model.encode_frame, frames, self._memory)
             trunks.append(trunk)
             latents.append(latent)
         latent = torch.stack(latents, 1)
@@ -94,18 +96,19 @@ class ClipDecoder:
         sums = accumulate(codes, self._schedule, coder.bits).transpose(0, 1)
         drawn = []
         for frames in sums:
-            canvas, self._memory = coder.run(coder.model.decode_frame, frames, self._memory)
+            (canvas,), self._memory = coder.run(coder.model.decode_frame, frames, self._memory)
             drawn.append((canvas.clamp(0, 1) * 255).round().to(torch.uint8))
         return np.ascontiguousarray(torch.stack(drawn, 1).permute(0, 1, 3, 4, 2).numpy())
 
 
 class VideoCoder:
-    """Encodes clips to spans and decodes them with one model, on one device, at one bit width.
+    """Encodes clips to spans and decodes them with one model, in one way of running it, at one bit width.
 
     Args:
-        model: with its picture network; moved to ``device``.
+        model: with its picture network.
         bits: one of the picture network's bit widths.
-        batch: streams that run together; fewer are filled up with blanks.
+        execution: that of pictures. What remembers frames is never compiled, so where pictures are, the codes
+            of a clip of one frame may differ from theirs in a few bits.
         tokenizer: hash that spans bear.
     """
 
@@ -114,14 +117,13 @@ class VideoCoder:
         model: VideoModel,
         *,
         bits: int,
-        device: torch.device,
-        batch: int,
+        execution: Execution,
         tokenizer: str,
         limits: VideoLimits | None = None,
     ) -> None:
-        self.model = model.to(device=device, dtype=torch.float32).eval().requires_grad_(False)
-        self.bits, self.device, self.batch = bits, device, batch
-        self.tokenizer = tokenizer
+        self.execution = replace(execution, compile=False)
+        self.execution.place(model)
+        self.model, self.bits, self.tokenizer = model, bits, tokenizer
         self.limits = limits or VideoLimits()
 
     def encode_batch(
@@ -142,8 +144,8 @@ class VideoCoder:
                 continue
             by_grid.setdefault(clip.grid, []).append((index, clip))
         for entries in by_grid.values():
-            for start in range(0, len(entries), self.batch):
-                part = entries[start : start + self.batch]
+            for start in range(0, len(entries), self.execution.batch):
+                part = entries[start : start + self.execution.batch]
                 coded = ClipEncoder(self).push(_side_by_side([clip.frames for _, clip in part]))
                 for row, (index, clip) in enumerate(part):
                     results[index] = self._span(clip, coded, row, features, latent)
@@ -165,8 +167,8 @@ class VideoCoder:
             assert isinstance(span.layout, ScalesLayout)
             by_grid.setdefault(span.layout.final_grid, []).append((index, rate))
         for grid, entries in by_grid.items():
-            for start in range(0, len(entries), self.batch):
-                part = entries[start : start + self.batch]
+            for start in range(0, len(entries), self.execution.batch):
+                part = entries[start : start + self.execution.batch]
                 codes = [spans[index].codes.reshape(_frames(spans[index]), -1) for index, _ in part]
                 drawn = ClipDecoder(self, grid).push(_side_by_side(codes))
                 for row, (index, rate) in enumerate(part):
@@ -192,22 +194,21 @@ class VideoCoder:
         function: Callable[[Tensor, Memory], tuple[object, ...]],
         frames: Tensor,
         memory: Memory,
-    ) -> tuple:  # type: ignore[type-arg]
-        """One frame of each stream, filled up with blanks to the fixed batch; outputs of the real ones.
+    ) -> tuple[tuple[Tensor, ...], Memory]:
+        """One frame of each stream through ``function``: its tensors, on the CPU, and its memory.
 
         The memory stays on the device, blanks included.
         """
-        count = len(frames)
-        if count > self.batch:
-            raise ValueError(f"{count} streams are more than a batch of {self.batch}")
-        if count < self.batch:
-            frames = torch.cat([frames, frames.new_zeros(self.batch - count, *frames.shape[1:])])
-        with (
-            torch.inference_mode(),
-            torch.backends.cudnn.flags(benchmark=False, deterministic=True, allow_tf32=False),
-        ):
-            *outputs, after = function(frames.contiguous().to(self.device), memory)
-        return (*(output[:count].cpu() for output in outputs if isinstance(output, Tensor)), after)
+        if len(frames) > self.execution.batch:
+            raise ValueError(f"{len(frames)} streams are more than a batch of {self.execution.batch}")
+        kept: list[Memory] = []
+
+        def step(part: Tensor) -> tuple[Tensor, ...]:
+            *outputs, after = function(part, memory)
+            kept.append(cast(Memory, after))
+            return tuple(cast(list[Tensor], outputs))
+
+        return self.execution.run(step, frames), kept[0]
 
     def _span(self, clip: Clip, coded: CodedFrames, row: int, features: bool, latent: bool) -> TokenSpan:
         frames = len(clip.frames)

@@ -8,6 +8,7 @@ its whole length; frames become canvases one by one, so memory is bounded by a f
 
 from __future__ import annotations
 
+import importlib
 import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from ernie5.protocol.errors import (
     ErnieMultiError,
     InvalidMediaError,
     MediaTooLargeError,
+    UnavailableError,
     UnsupportedMediaError,
 )
 from ernie5.protocol.tokens import ResizePad
@@ -133,9 +135,10 @@ def sample_times(starts: Sequence[float], seconds: float, limits: VideoLimits) -
     if not len(gaps) or seconds <= 0:
         return Sampling((0.0,), max(seconds, 0.0))
     # Variable rates: the quicker parts count. Even ones: the mean, which rounding of timestamps spares.
-    quick, mean = float(np.quantile(gaps, 0.1)), float(gaps.mean())
+    quick, mean = float(np.quantile(gaps, 0.1, method="lower")), float(gaps.mean())
     gap = mean if quick > 0.7 * mean else quick
-    count = max(1, min(limits.frames, round(seconds * min(limits.frame_rate, 1 / gap))))
+    allowed = int(seconds * limits.frame_rate + 1e-6)
+    count = max(1, min(limits.frames, allowed, round(seconds / gap)))
     step = seconds / count
     return Sampling(tuple(round(step * k + min(gap, step) / 2, 9) for k in range(count)), seconds)
 
@@ -245,21 +248,35 @@ def _read_pillow(data: bytes, limits: VideoLimits) -> Clip:
             limits.image.check_size(*picture.size)
             canvases.append(fitter.fit(open_image(picture, limits.image)))
             starts.append(seconds)
-            if count > 1:
-                shown = float(picture.info.get("duration") or 0)
-                seconds += (shown if shown > _HURRIED_MS else _UNHURRIED_MS) / 1000
+            shown = float(picture.info.get("duration") or 0)
+            # A single picture has no length unless its file names one.
+            seconds += (shown if shown > _HURRIED_MS or count == 1 else _UNHURRIED_MS) / 1000
             limits.check_length(index + 1, seconds, *picture.size)
     chosen = sample_times(starts, seconds, limits)
     at = np.searchsorted(np.asarray(starts), chosen.times, side="right") - 1
     return fitter.clip([canvases[index] for index in at], seconds)
 
 
-def _read_ffmpeg(data: bytes, container: str, limits: VideoLimits) -> Clip:
-    import av
+def _pyav() -> Any:
+    """PyAV, which only these containers need.
 
+    Raises:
+        UnavailableError: it is not installed.
+    """
+    try:
+        return importlib.import_module("av")
+    except ModuleNotFoundError:
+        raise UnavailableError(
+            "PyAV is not installed, so this service takes animated WebP, GIF and PNG alone: "
+            "pip install 'ernie-multi[vision]'"
+        ) from None
+
+
+def _read_ffmpeg(data: bytes, container: str, limits: VideoLimits) -> Clip:
+    av = _pyav()
     try:
         with av.open(io.BytesIO(data), mode="r", format=container) as file:
-            starts, seconds = _timeline(file, _video_stream(file), limits)
+            starts, seconds = _timeline(file, _video_stream(file, limits), limits)
         chosen = sample_times(starts, seconds, limits)
         with av.open(io.BytesIO(data), mode="r", format=container) as file:
             return _decode(file, chosen, limits)
@@ -267,11 +284,13 @@ def _read_ffmpeg(data: bytes, container: str, limits: VideoLimits) -> Clip:
         raise InvalidMediaError(f"video can't be decoded: {error.strerror}") from error
 
 
-def _video_stream(file: InputContainer) -> VideoStream:
+def _video_stream(file: InputContainer, limits: VideoLimits) -> VideoStream:
     """The first video stream that is no cover picture; it decodes in this thread alone."""
     for stream in file.streams.video:
         if not stream.disposition & type(stream.disposition).attached_pic:
             stream.thread_type = "NONE"
+            # The decoder's own check: a stream may change its size after the header.
+            stream.codec_context.options = {"max_pixels": str(limits.image.max_pixels)}
             return stream
     raise InvalidMediaError("the file has no video track")
 
@@ -281,7 +300,7 @@ def _timeline(file: InputContainer, stream: VideoStream, limits: VideoLimits) ->
     width, height = stream.codec_context.width, stream.codec_context.height
     limits.check_length(stream.frames or 1, 0.0, max(1, width), max(1, height))
     unit = float(stream.time_base or 0)
-    declared = float(stream.duration or 0) * unit
+    declared = float(stream.duration) * unit if stream.duration else (file.duration or 0) / 1e6
     limits.check_length(1, declared, max(1, width), max(1, height))
     stamps: list[int | None] = []
     shown = 0
@@ -312,7 +331,7 @@ def _timeline(file: InputContainer, stream: VideoStream, limits: VideoLimits) ->
 
 def _decode(file: InputContainer, chosen: Sampling, limits: VideoLimits) -> Clip:
     """The frames shown at the chosen moments; decoding ends with the last of them."""
-    stream = _video_stream(file)
+    stream = _video_stream(file, limits)
     fitter = _Canvases()
     canvases: list[np.ndarray] = []
     wanted = iter(chosen.times)
@@ -320,8 +339,8 @@ def _decode(file: InputContainer, chosen: Sampling, limits: VideoLimits) -> Clip
     shown: VideoFrame | None = None
     canvas: np.ndarray | None = None
     start, gap = 0.0, 0.0
-    for start, frame in _timed(file, stream):
-        limits.image.check_size(frame.width, frame.height)
+    for count, (start, frame) in enumerate(_timed(file, stream), 1):
+        limits.check_length(count, 0.0, frame.width, frame.height)
         while moment is not None and shown is not None and moment < start:
             canvas = fitter.fit(_upright(shown, stream)) if canvas is None else canvas
             canvases.append(canvas)
@@ -388,9 +407,12 @@ def _write_pillow(frames: Sequence[Image.Image], frame_rate: float, container: s
     shown = _milliseconds(len(frames), frame_rate, 1 if container == "WEBP" else 10)
     options: dict[str, Any] = {"loop": 0, "disposal": 1}
     if container == "WEBP":
+        # Equal neighbours become one frame, shown as long as both; and a single frame has no length in WebP.
+        still = len(frames) > 1 and all(frame == frames[0] for frame in frames[1:])
+        frames = [*frames[:-1], _nudged(frames[-1])] if still else frames
         pixels = len(frames) * frames[0].width * frames[0].height
-        # minimize_size would merge equal frames and so lose their number.
-        options = {"loop": 0, "lossless": pixels <= _LOSSLESS_PIXELS, "quality": 90, "method": 2}
+        lossless = still or pixels <= _LOSSLESS_PIXELS
+        options = {"loop": 0, "lossless": lossless, "quality": 90, "method": 2}
     buffer = io.BytesIO()
     duration = shown if len(frames) > 1 else shown[0]
     frames[0].save(
@@ -399,19 +421,36 @@ def _write_pillow(frames: Sequence[Image.Image], frame_rate: float, container: s
     return buffer.getvalue()
 
 
-def _write_ffmpeg(frames: Sequence[Image.Image], frame_rate: float, container: str) -> bytes:
-    import av
+def _nudged(picture: Image.Image) -> Image.Image:
+    """The picture with one corner pixel a level brighter or darker, which no eye sees."""
+    picture = picture.copy()
+    pixel = picture.getpixel((0, 0))
+    assert isinstance(pixel, tuple)
+    red, *others = pixel
+    picture.putpixel((0, 0), (red - 1 if red else 1, *others))
+    return picture
 
+
+def _write_ffmpeg(frames: Sequence[Image.Image], frame_rate: float, container: str) -> bytes:
+    av = _pyav()
     rate = Fraction(frame_rate).limit_denominator(1001)
     codec, options = ("libx264", {"crf": "14"}) if container == "mp4" else ("libvpx-vp9", {"crf": "16"})
     buffer = io.BytesIO()
-    with av.open(buffer, mode="w", format=container) as file:
-        stream: Any = file.add_stream(codec, rate=rate, options={**options, "threads": "1"})
-        stream.width, stream.height = ((side + 1) // 2 * 2 for side in frames[0].size)
-        stream.pix_fmt = "yuv420p"
-        for picture in frames:
-            pixels = np.asarray(picture)
-            pixels = np.pad(pixels, ((0, pixels.shape[0] % 2), (0, pixels.shape[1] % 2), (0, 0)), mode="edge")
-            file.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
-        file.mux(stream.encode(None))
+    try:
+        with av.open(buffer, mode="w", format=container) as file:
+            stream = file.add_stream(codec, rate=rate, options={**options, "threads": "1"})
+            stream.width, stream.height = ((side + 1) // 2 * 2 for side in frames[0].size)
+            stream.pix_fmt = "yuv420p"
+            for picture in frames:
+                pixels = np.asarray(picture)
+                odd = ((0, pixels.shape[0] % 2), (0, pixels.shape[1] % 2), (0, 0))
+                pixels = np.pad(pixels, odd, mode="edge")
+                file.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+            file.mux(stream.encode(None))
+    except av.error.FFmpegError as error:
+        width, height = frames[0].size
+        raise InvalidMediaError(
+            f"{len(frames)} frames of {width}x{height} pixels can't be written as {container}: "
+            f"{error.strerror}"
+        ) from error
     return buffer.getvalue()

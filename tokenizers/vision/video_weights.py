@@ -5,6 +5,8 @@ weights.
 from __future__ import annotations
 
 import json
+import logging
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,11 +14,23 @@ from safetensors.torch import load_file, save_file
 
 from ernie5.tokenizers.vision.model import VisionModel
 from ernie5.tokenizers.vision.temporal import TemporalConfig, VideoModel
-from ernie5.tokenizers.vision.weights_file import _digest as digest_of
+from ernie5.tokenizers.vision.weights_file import SHIPPED_WEIGHTS as IMAGE_WEIGHTS
+from ernie5.tokenizers.vision.weights_file import digest_of
 
 # Part of the tokenizer's hash: raise it when the files' reading or the meaning of codes change.
 FORMAT_VERSION = 1
-SHIPPED_WEIGHTS = Path(__file__).parent / "weights" / "video.safetensors"
+VIDEO_FILE = "video.safetensors"
+SHIPPED_WEIGHTS = IMAGE_WEIGHTS.with_name(VIDEO_FILE)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class VideoWeights:
+    """A model and what names its weights in a tokenizer's hash."""
+
+    model: VideoModel
+    identity: str
 
 
 def save_video_weights(model: VideoModel, image_digest: str, path: Path, card: dict[str, object]) -> None:
@@ -71,3 +85,21 @@ def load_video_weights(
         raise ValueError(f"{path} does not fit a picture network of {image.config}")
     model.past.load_state_dict({name: value.to(torch.float32) for name, value in tensors.items()})
     return model.eval(), card
+
+
+def find_video_weights(
+    image: VisionModel, image_digest: str, image_path: Path | None = None
+) -> VideoWeights | None:
+    """The video weights beside picture weights (those that ship if None), where they were trained for them.
+
+    Others are left out with a warning: pictures are served all the same.
+    """
+    path = (image_path or IMAGE_WEIGHTS).with_name(VIDEO_FILE)
+    if not path.is_file():
+        return None
+    try:
+        model, card = load_video_weights(image, image_digest, path)
+    except (ValueError, FileNotFoundError) as error:
+        logger.warning("no video: %s", error)
+        return None
+    return VideoWeights(model, f"video/{FORMAT_VERSION}/{card['sha256']}")

@@ -1,15 +1,15 @@
 """The second encoder of the understanding path: a small vision transformer on the tokenizer's cells.
 
-The picture tokenizer's own encoder learns to redraw, so its features tell where colours and edges are; this one
-learns what is seen (ERNIE 5.0 report, section 2.2.2: a convolutional and a semantic encoder side by side, mixed
-by the backbone's merger). Both describe the same cells of 8x8 pixels. Its weights are a file of their own.
+The picture tokenizer's own encoder learns to redraw, so its features tell where colours and edges are; this
+one learns what is seen (ERNIE 5.0 report, section 2.2.2: a convolutional and a semantic encoder side by
+side, mixed by the backbone's merger). Both describe the same cells of 8x8 pixels. Its weights are a file of
+their own.
 
 Shape legend: B pictures, H = 8 h and W = 8 w pixels, h x w cells, N = h w of them, D features.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,11 +19,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ernie5.protocol.errors import UnavailableError
 from ernie5.tokenizers.vision.model import STRIDE
+from ernie5.tokenizers.vision.weights_file import SHIPPED_WEIGHTS as IMAGE_WEIGHTS
+from ernie5.tokenizers.vision.weights_file import digest_of
 
 # Raise it when the features' meaning changes: preprocessing, network, or what a cell is.
 FORMAT_VERSION = 1
-SHIPPED_WEIGHTS = Path(__file__).parent / "weights" / "vit.safetensors"
+SHIPPED_WEIGHTS = IMAGE_WEIGHTS.with_name("vit.safetensors")
 
 # Longest wavelength of the rotary positions in cells; grids have at most 32 cells a side.
 _ROTARY_BASE = 100.0
@@ -42,8 +45,8 @@ class VitConfig:
     def __post_init__(self) -> None:
         if self.width < 1 or self.width % (4 * self.heads):
             raise ValueError(
-                f"width {self.width} is not a multiple of 4 x {self.heads} heads; rotary positions turn pairs "
-                "for rows and for columns"
+                f"width {self.width} is not a multiple of 4 x {self.heads} heads; rotary positions turn "
+                "pairs for rows and for columns"
             )
 
     def as_json(self) -> dict[str, int]:
@@ -82,9 +85,9 @@ class _Layer(nn.Module):
 class VitModel(nn.Module):
     """Pictures to one vector a cell, on any grid.
 
-    A few convolutions cut the picture into cells (they learn faster than one linear layer a patch: Xiao et al.,
-    arXiv 2106.14881); positions are rotary, half of each head turned by the row and half by the column, so no
-    table binds the network to a size.
+    A few convolutions cut the picture into cells (they learn faster than one linear layer a patch: Xiao et
+    al., arXiv 2106.14881); positions are rotary, half of each head turned by the row and half by the
+    column, so no table binds the network to a size.
     """
 
     def __init__(self, config: VitConfig) -> None:
@@ -137,7 +140,7 @@ def save_vit(model: VitModel, path: Path, card: dict[str, object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file({name: value.half().contiguous() for name, value in model.state_dict().items()}, path)
     path.chmod(0o644)  # safetensors writes for the owner alone; these files are packaged
-    head = {"format_version": FORMAT_VERSION, "config": model.config.as_json(), "sha256": _digest(path)}
+    head = {"format_version": FORMAT_VERSION, "config": model.config.as_json(), "sha256": digest_of(path)}
     path.with_suffix(".json").write_text(json.dumps({**head, **card}, indent=1, ensure_ascii=False) + "\n")
 
 
@@ -145,17 +148,22 @@ def load_vit(path: Path | None = None) -> tuple[VitModel, dict[str, object]]:
     """Read a float32 model in evaluation mode and its card; the shipped weights if ``path`` is None.
 
     Raises:
-        FileNotFoundError: weights or card are missing.
+        UnavailableError: weights or card are missing.
         ValueError: another format version, or weights that are not the ones the card was written for.
     """
     path = path or SHIPPED_WEIGHTS
+    for file in (path, path.with_suffix(".json")):
+        if not file.is_file():
+            raise UnavailableError(
+                f"the semantic encoder needs {file}; train one by `ernie-multi tokenizer train vit`"
+            )
     card = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
     if card.get("format_version") != FORMAT_VERSION:
         raise ValueError(
             f"{path} has format version {card.get('format_version')}, this code reads {FORMAT_VERSION}; "
             "train it again or install the matching release"
         )
-    digest = _digest(path)
+    digest = digest_of(path)
     if card.get("sha256") != digest:
         raise ValueError(
             f"{path} has sha256 {digest}, its card says {card.get('sha256')}; copy both files again"
@@ -165,5 +173,15 @@ def load_vit(path: Path | None = None) -> tuple[VitModel, dict[str, object]]:
     return model.eval(), card
 
 
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+@dataclass(frozen=True, slots=True)
+class VitWeights:
+    """A model and what names its weights in a tokenizer's hash."""
+
+    model: VitModel
+    identity: str
+
+
+def load_vit_weights(path: Path | None = None) -> VitWeights:
+    """:func:`load_vit` for a tokenizer."""
+    model, card = load_vit(path)
+    return VitWeights(model, f"vit/{FORMAT_VERSION}/{card['sha256']}")

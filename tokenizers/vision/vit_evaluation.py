@@ -52,8 +52,8 @@ def evaluate_features(
     * ``category``: of held-out concepts (where ``categories`` names them), by a linear probe.
     * ``colour``: the main colour of held-out drawings, ``style``: their source, ``digit``: by linear probes.
 
-    A probe is a ridge regression on the means of the four quarters of the picture, fitted on training pictures;
-    its penalty is chosen on a fifth of them.
+    A probe is a ridge regression on the means of the four quarters of the picture, fitted on training
+    pictures; its penalty is chosen on a fifth of them.
     """
     arrays = data.arrays
     train, test = arrays.pictures, arrays.held_out
@@ -69,6 +69,7 @@ def evaluate_features(
         )
     some = np.linspace(0, len(arrays.digits) - 1, min(_TRAINING_DIGITS, len(arrays.digits))).astype(int)
     digits = canvases_of(arrays.digits[some], DIGIT_GRID), canvases_of(arrays.held_out_digits, DIGIT_GRID)
+    labels = {name: both for name, both in labels.items() if (both[1] >= 0).any()}
     figures: dict[str, object] = {
         "items": {
             "concept_across_styles": sum(len(left) for left, _ in _pairs(data)),
@@ -82,7 +83,8 @@ def evaluate_features(
     }
     for name, encoder in encoders.items():
         seen, found = _quarters(encoder, train), _quarters(encoder, test)
-        scores = {"concept_across_styles": _retrieval(found, data)}
+        means = found.unflatten(1, (-1, 4)).mean(2)
+        scores = {"concept_across_styles": retrieval(means, data)}
         for measure, (known, wanted) in labels.items():
             scores[measure] = probe(seen, known, found, wanted)
         scores["digit"] = probe(
@@ -121,6 +123,19 @@ def probe(seen: Tensor, known: np.ndarray, found: Tensor, wanted: np.ndarray) ->
     )
     read = (found @ _ridge(seen, targets, chosen)).argmax(1)
     return float((read == torch.from_numpy(wanted).long()).double().mean())
+
+
+def retrieval(found: Tensor, data: VitData) -> float:
+    """Share of held-out pictures whose nearest in another source has their name, by features ``[m, D]``.
+
+    Nearest by cosine, each feature standardised; the mean over ordered pairs of sources.
+    """
+    found = F.normalize((found - found.mean(0)) / (found.std(0) + 1e-4), dim=1)
+    right = [
+        float(((found[left] @ found[other].T).argmax(1) == torch.arange(len(left))).double().mean())
+        for left, other in _pairs(data)
+    ]
+    return sum(right) / len(right) if right else float("nan")
 
 
 def main_colour(pictures: np.ndarray) -> np.ndarray:
@@ -176,16 +191,6 @@ def _pairs(data: VitData) -> list[tuple[list[int], list[int]]]:
             if left is not right and len(shared) > 1:
                 pairs.append(([left[name] for name in shared], [right[name] for name in shared]))
     return pairs
-
-
-def _retrieval(found: Tensor, data: VitData) -> float:
-    means = found.unflatten(1, (-1, 4)).mean(2)
-    means = F.normalize((means - means.mean(0)) / (means.std(0) + 1e-4), dim=1)
-    right = [
-        float(((means[left] @ means[other].T).argmax(1) == torch.arange(len(left))).double().mean())
-        for left, other in _pairs(data)
-    ]
-    return sum(right) / len(right) if right else float("nan")
 
 
 def _numbered(names: tuple[str, ...], categories: Mapping[str, str], kinds: list[str]) -> np.ndarray:

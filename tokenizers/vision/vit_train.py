@@ -3,11 +3,12 @@
     train_vit(load_vit_data(folder), load_teacher(), minutes=12, out=Path("runs/vit"))
 
 It learns three things at once: what the teacher sees in each cell, what the teacher sees in the whole drawing
-(whatever its place, size and background in the learner's view), and the drawings' and digits' labels. Without a
-teacher only labels are left. The heads that predict all this are thrown away; the features stay.
+(whatever its place, size and background in the learner's view), and the drawings' and digits' labels. Without
+a teacher only labels are left. The heads that predict all this are thrown away; the features stay.
 
-Minutes are processor time. A run writes a checkpoint now and then and goes on from it with ``resume=True``; it
-ends with the weights in float16, a card, and the held-out figures beside those of the tokenizer's own encoder.
+Minutes are processor time. A run writes a checkpoint now and then and goes on from it with ``resume=True``;
+it ends with the weights in float16, a card, and the held-out figures beside those of the tokenizer's own
+encoder.
 """
 
 from __future__ import annotations
@@ -29,17 +30,10 @@ from torch.nn import functional as F
 from ernie5.tokenizers.vision.model import VisionModel, count_parameters
 from ernie5.tokenizers.vision.optimizer import Muon
 from ernie5.tokenizers.vision.teacher import CELL_WIDTH, WHOLE_WIDTH, Teacher
-from ernie5.tokenizers.vision.training_data import DIGIT_GRID, PICTURE_GRID, canvases_of
+from ernie5.tokenizers.vision.training_data import DIGIT_GRID, OTHER_GRIDS, PICTURE_GRID, canvases_of
 from ernie5.tokenizers.vision.vit import FORMAT_VERSION, VitConfig, VitModel, save_vit
 from ernie5.tokenizers.vision.vit_evaluation import encoders_of, evaluate_features
-from ernie5.tokenizers.vision.vit_targets import (
-    Grid,
-    Targets,
-    VitData,
-    load_targets,
-    make_targets,
-    save_targets,
-)
+from ernie5.tokenizers.vision.vit_targets import Targets, VitData, ask_teacher, canvas_of, draw_views
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +50,6 @@ class VitOptions:
     whole_weight: float = 1.0
     concept_weight: float = 0.2
     digit_weight: float = 0.5
-    views: int = 2
     save_seconds: float = 120.0
     seed: int = 0
 
@@ -80,7 +73,7 @@ def train_vit(
     Args:
         data: see :func:`~ernie5.tokenizers.vision.vit_targets.load_vit_data`.
         teacher: see :func:`~ernie5.tokenizers.vision.teacher.load_teacher`; None learns from labels only.
-        out: folder of the run; the views and what the teacher saw in them are kept there too.
+        out: folder of the run; what the teacher sees is kept there too.
         minutes: training time, in minutes of the processor, without the teacher's and the evaluation's; or
         steps: number of steps. Exactly one of the two.
         resume: go on from ``out``'s checkpoint if there is one.
@@ -97,18 +90,10 @@ def train_vit(
         raise ValueError("give either minutes or steps")
     options = options or VitOptions()
     started = time.process_time()
-    identity: dict[str, object] = {
-        "teacher": None if teacher is None else teacher.source,
-        "drawings": len(data.names),
-        "seed": options.seed,
-        "views": options.views,
-    }
-    path = out / "targets.safetensors"
-    targets = load_targets(path, identity)
-    if targets is None:
-        targets = make_targets(data, teacher, seed=options.seed, views=options.views)
-        save_targets(targets, path, identity)
-    target_seconds = time.process_time() - started
+    targets = None
+    if teacher is not None:
+        targets = ask_teacher(data.arrays.sprites, teacher, out / "targets.safetensors")
+    teacher_seconds = time.process_time() - started
     run = _Run(data, targets, config or VitConfig(), options, out)
     if resume:
         run.restore()
@@ -142,11 +127,11 @@ def train_vit(
         out / "vit.safetensors",
         {
             **(card or {}),
-            "teacher": identity["teacher"],
+            "teacher": None if teacher is None else teacher.source,
             "parameters": count_parameters(final),
             "steps": run.step,
             "training_seconds": round(run.seconds, 1),
-            "teacher_seconds": round(target_seconds, 1),
+            "teacher_seconds": round(teacher_seconds, 1),
             "options": asdict(options),
             "figures": figures,
         },
@@ -169,17 +154,19 @@ class _Run:
     """State of a training run: model, heads, average, optimisers, counters."""
 
     def __init__(
-        self, data: VitData, targets: Targets, config: VitConfig, options: VitOptions, out: Path
+        self, data: VitData, targets: Targets | None, config: VitConfig, options: VitOptions, out: Path
     ) -> None:
         torch.manual_seed(options.seed)
-        self.options, self.out, self.targets = options, out, targets
+        self.options, self.out, self.targets, self.data = options, out, targets, data
         self.concepts = torch.from_numpy(data.concepts)
         self.digits = torch.from_numpy(canvases_of(data.arrays.digits, DIGIT_GRID)[:, :1].copy())
         self.labels = torch.from_numpy(data.arrays.digit_labels).long()
         self.model = VitModel(config)
         self.heads = _Heads(config.width, int(self.concepts.max()) + 1)
         self.average = {name: value.clone() for name, value in self.model.state_dict().items()}
-        inner = [layer.weight for layer in self.model.layers.modules() if isinstance(layer, nn.Linear)]
+        inner: list[nn.Parameter] = [
+            layer.weight for layer in self.model.layers.modules() if isinstance(layer, nn.Linear)
+        ]
         chosen = {id(weight) for weight in inner}
         others = [value for value in self.model.parameters() if id(value) not in chosen]
         others += self.heads.parameters()
@@ -187,7 +174,9 @@ class _Run:
             "muon": Muon(inner, options.muon_learning_rate),
             "adamw": torch.optim.AdamW(others, options.learning_rate, betas=(0.9, 0.95), weight_decay=0.01),
         }
-        self.cell_norm, self.whole_norm = _statistics(targets)
+        if targets is not None:
+            self.cell_norm = _statistics(targets.cells[:2000].float().transpose(0, 1).flatten(1).T)
+            self.whole_norm = _statistics(targets.wholes.float())
         self.step, self.seconds = 0, 0.0
         self.terms: dict[str, float] = {}
         self.curve: list[dict[str, object]] = []
@@ -195,9 +184,7 @@ class _Run:
     def advance(self, progress: float) -> dict[str, float]:
         """One step at ``progress`` in [0, 1) of the run; returns the running means of the loss's terms."""
         started = time.process_time()
-        factor = (
-            min(1.0, (self.step + 1) / 100) * (0.5 + 0.5 * math.cos(math.pi * min(progress, 1.0))) + 0.005
-        )
+        factor = min(1.0, (self.step + 1) / 50) * (0.5 + 0.5 * math.cos(math.pi * min(progress, 1.0))) + 0.005
         for optimizer in self.optimizers.values():
             for group in optimizer.param_groups:
                 group["lr"] = optimizer.defaults["lr"] * factor
@@ -230,30 +217,33 @@ class _Run:
         kind = float(torch.rand((), generator=random))
         if kind < options.digit_share:
             return {"digit": (options.digit_weight, self._digit_loss(random))}
-        grid: Grid = PICTURE_GRID
-        others = [size for size in self.targets.views if size != PICTURE_GRID]
-        if others and kind < options.digit_share + options.other_share:
-            grid = others[int(torch.randint(len(others), (), generator=random))]
-        views = self.targets.views[grid]
-        index = torch.randint(len(views.sprite), (options.batch_size,), generator=random)
-        pictures = views.pictures[index].float() / 255
-        mirrored = torch.rand(len(index), 1, 1, 1, generator=random) < 0.5
-        pictures = torch.where(mirrored, pictures.flip(3), pictures)
+        index = torch.randint(len(self.concepts), (options.batch_size,), generator=random)
+        # The teacher saw cells of plain pictures only; half of a batch are those, mirrored or not.
+        plain = options.batch_size // 2
+        grid = PICTURE_GRID
+        if kind < options.digit_share + options.other_share:
+            plain, grid = 0, OTHER_GRIDS[int(torch.randint(len(OTHER_GRIDS), (), generator=random))]
+        sprites = self.data.arrays.sprites[index[plain:].numpy()]
+        pictures = draw_views(sprites, canvas_of(grid), random)
+        mirrored = torch.rand(plain, 1, 1, 1, generator=random) < 0.5
+        if plain:
+            first = torch.from_numpy(self.data.arrays.pictures[index[:plain].numpy()]).float() / 255
+            pictures = torch.cat([torch.where(mirrored, first.flip(3), first), pictures])
         brightness = 1 + 0.2 * (torch.rand(len(index), 3, 1, 1, generator=random) - 0.5)
         features = self.model((pictures * brightness).clamp(0, 1))
         pooled = features.mean((2, 3))
-        sprite = views.sprite[index]
         terms: dict[str, tuple[float, Tensor]] = {}
-        if views.cells is not None and self.targets.wholes is not None:
-            seen = views.cells[index].float()
-            seen = torch.where(mirrored, seen.flip(3), seen).flatten(2).transpose(1, 2)
-            guessed = self.heads.cell(features.flatten(2).transpose(1, 2))
-            terms["cell"] = (options.cell_weight, _distance(guessed, _standard(seen, self.cell_norm)))
-            whole = _standard(self.targets.wholes[sprite].float(), self.whole_norm)
+        if self.targets is not None:
+            whole = _standard(self.targets.wholes[index].float(), self.whole_norm)
             terms["whole"] = (options.whole_weight, _distance(self.heads.whole(pooled), whole))
-        concept = F.cross_entropy(self.heads.concept(pooled), self.concepts[sprite], label_smoothing=0.1)
+            if plain:
+                seen = self.targets.cells[index[:plain]].float()
+                seen = torch.where(mirrored, seen.flip(3), seen).flatten(2).transpose(1, 2)
+                guessed = self.heads.cell(features[:plain].flatten(2).transpose(1, 2))
+                terms["cell"] = (options.cell_weight, _distance(guessed, _standard(seen, self.cell_norm)))
+        concept = F.cross_entropy(self.heads.concept(pooled), self.concepts[index], label_smoothing=0.1)
         # Without a teacher the names are all there is to learn.
-        terms["concept"] = (options.concept_weight if terms else 1.0, concept)
+        terms["concept"] = (options.concept_weight if self.targets is not None else 1.0, concept)
         return terms
 
     def _digit_loss(self, random: torch.Generator) -> Tensor:
@@ -316,15 +306,9 @@ class _Run:
 _Norm = tuple[Tensor, Tensor]
 
 
-def _statistics(targets: Targets) -> tuple[_Norm, _Norm]:
-    """Means and deviations of the teacher's channels, of cells (on the main grid) and of wholes."""
-    views = targets.views[PICTURE_GRID]
-    if views.cells is None or targets.wholes is None:
-        nothing = (torch.zeros(()), torch.ones(()))
-        return nothing, nothing
-    cells = views.cells[:2000].float().transpose(0, 1).flatten(1)
-    wholes = targets.wholes.float()
-    return (cells.mean(1), cells.std(1) + 1e-3), (wholes.mean(0), wholes.std(0) + 1e-3)
+def _statistics(x: Tensor) -> _Norm:
+    """Mean and deviation of each column of ``[n, C]``."""
+    return x.mean(0), x.std(0) + 1e-3
 
 
 def _standard(x: Tensor, norm: _Norm) -> Tensor:

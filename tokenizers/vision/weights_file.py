@@ -22,7 +22,7 @@ def save_weights(model: VisionModel, path: Path, card: dict[str, object]) -> Non
     tensors = {name: value.half().contiguous() for name, value in model.state_dict().items()}
     save_file(tensors, path)
     path.chmod(0o644)  # safetensors writes for the owner alone; these files are packaged
-    head = {"format_version": FORMAT_VERSION, "config": model.config.as_json(), "sha256": _digest(path)}
+    head = {"format_version": FORMAT_VERSION, "config": model.config.as_json(), "sha256": digest_of(path)}
     path.with_suffix(".json").write_text(json.dumps({**head, **card}, indent=1, ensure_ascii=False) + "\n")
 
 
@@ -40,7 +40,7 @@ def load_weights(path: Path | None = None) -> tuple[VisionModel, dict[str, objec
             f"{path} has format version {card.get('format_version')}, this code reads {FORMAT_VERSION}; "
             "train it again or install the matching release"
         )
-    digest = _digest(path)
+    digest = digest_of(path)
     if card.get("sha256") != digest:
         raise ValueError(
             f"{path} has sha256 {digest}, its card says {card.get('sha256')}; copy both files again"
@@ -50,5 +50,6 @@ def load_weights(path: Path | None = None) -> tuple[VisionModel, dict[str, objec
     return model.eval(), card
 
 
-def _digest(path: Path) -> str:
+def digest_of(path: Path) -> str:
+    """SHA-256 of a file, hex."""
     return hashlib.sha256(path.read_bytes()).hexdigest()

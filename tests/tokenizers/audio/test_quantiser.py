@@ -50,6 +50,32 @@ def test_training_pass_agrees_with_encode_and_decode_and_passes_the_gradient() -
     assert torch.equal(vectors.grad, torch.ones_like(vectors))
 
 
+def test_a_wider_search_leaves_less_error_and_does_not_depend_on_the_company() -> None:
+    vectors = torch.randn(2, 6, 700, generator=torch.Generator().manual_seed(3)) * 2
+    quantiser = trained(clustered())
+    errors = []
+    for width in (1, 2, 8):
+        codes = quantiser.encode(vectors, width=width)
+        assert codes.shape == (2, 700, 4)
+        errors.append(float((quantiser.decode(codes) - vectors).pow(2).mean()))
+    assert errors[0] > errors[1] > errors[2]
+    assert torch.equal(quantiser.encode(vectors[:1], width=8), codes[:1])
+    assert torch.equal(quantiser.encode(vectors, 1, width=8), quantiser.encode(vectors, 1))
+
+
+def test_every_clip_may_have_levels_of_its_own() -> None:
+    vectors = clustered(120)
+    quantiser = trained(vectors)
+    stacked = vectors.view(vectors.shape[1], 3, -1).transpose(0, 1).contiguous()
+    result = quantiser(stacked, torch.tensor([1, 4, 2]))
+    for clip, levels in enumerate((1, 4, 2)):
+        alone = quantiser(stacked[clip : clip + 1], levels)
+        assert torch.allclose(result.vectors[clip], alone.vectors[0], atol=1e-6)
+        assert torch.allclose(
+            result.first[clip], quantiser(stacked[clip : clip + 1], 1).vectors[0], atol=1e-6
+        )
+
+
 def test_unused_codes_restart_at_vectors_of_the_batch() -> None:
     vectors = clustered()
     quantiser = ResidualQuantiser(1, 16, vectors.shape[1])

@@ -54,9 +54,10 @@ def test_batches_hold_whole_digits_followed_by_silence(data: Path) -> None:
     clips = Clips.load(data)
     stream = MelStream.of(clips, np.arange(24))
     batch = stream.batch(10, 128, 1.0, np.random.default_rng(0))
-    assert batch.shape == (10, 80, 128)
-    assert torch.allclose(batch[..., -8:], torch.tensor(LOG_FLOOR), atol=0.01)
-    assert float(batch[..., :24].max()) > -2
+    assert batch.log_mels.shape == (10, 80, 128)
+    assert torch.allclose(batch.log_mels[..., -8:], torch.tensor(LOG_FLOOR), atol=0.01)
+    assert float(batch.log_mels[..., :24].max()) > -2
+    assert not batch.known.any()
     samples = waveform_batch(clips, np.arange(24), 4, 2560, 0.5, np.random.default_rng(0))
     assert samples.shape == (4, 2560)
     assert float(samples.abs().max()) > 0.01
