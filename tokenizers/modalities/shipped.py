@@ -96,7 +96,7 @@ class ImageCodec(_FileCodec):
 
     modality = MODALITIES["image"]
     content_types = ("image/png", "image/jpeg", "image/webp")
-    promise = "a likeness: about 23 dB on drawings of 64x64 pixels"
+    promise = "a likeness: about 24 dB on drawings of 64x64 pixels"
     sample = SampleFile(
         SAMPLES / "image.png",
         "image/png",

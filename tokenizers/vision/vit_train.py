@@ -19,6 +19,7 @@ import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -165,7 +166,9 @@ class _Run:
         self.heads = _Heads(config.width, int(self.concepts.max()) + 1)
         self.average = {name: value.clone() for name, value in self.model.state_dict().items()}
         inner: list[nn.Parameter] = [
-            layer.weight for layer in self.model.layers.modules() if isinstance(layer, nn.Linear)
+            cast(nn.Parameter, layer.weight)
+            for layer in self.model.layers.modules()
+            if isinstance(layer, nn.Linear)
         ]
         chosen = {id(weight) for weight in inner}
         others = [value for value in self.model.parameters() if id(value) not in chosen]
