@@ -123,9 +123,9 @@ def test_skipped_layers_and_inactive_experts_cost_nothing(monkeypatch, tmp_path)
     blocks, rows = [], []
     forward, inner = Block.forward, experts_module.sparse_swiglu
 
-    def counting_block(self, x, turn, attend, routing, layer, dtype):
+    def counting_block(self, x, turn, attend, routing, layer, *others):
         blocks.append((x.shape[0], layer))
-        return forward(self, x, turn, attend, routing, layer, dtype)
+        return forward(self, x, turn, attend, routing, layer, *others)
 
     def counting_experts(x, gate_up, down, expert, weight, valid=None):
         rows.append((len(x), expert.shape[1], expert.numel() if valid is None else int(valid.sum())))

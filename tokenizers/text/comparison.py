@@ -29,7 +29,7 @@ def foreign(file: Path) -> ForeignTokenizer:
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        raise UnavailableError("to compare, install the Python package tokenizers") from None
+        raise UnavailableError("to compare, install tokenizers: pip install 'ernie-multi[interop]'") from None
     if not file.is_file():
         raise InvalidInputError(f"there is no file {file}", param="against")
     try:

@@ -197,9 +197,9 @@ def test_spans_of_others_are_refused(tokenizer):
     span = tokenizer.encode(face())
     with pytest.raises(TokenizerMismatchError, match="was made by tokenizer 0000"):
         tokenizer.decode(dataclasses.replace(span, tokenizer="0000"))
-    video = TokenSpan("video", span.layout, span.codes, tokenizer.hash)
+    foreign = TokenSpan("sketch", span.layout, span.codes, tokenizer.hash)
     with pytest.raises(UnsupportedMediaError):
-        tokenizer.decode(video)
+        tokenizer.decode(foreign)
     narrow = TokenSpan("image", ScalesLayout(8, ((1, 1),)), np.zeros(1, np.uint32), tokenizer.hash)
     with pytest.raises(InvalidInputError, match="16-bit"):
         tokenizer.decode(narrow)
@@ -210,7 +210,7 @@ def test_spans_of_others_are_refused(tokenizer):
     cells = np.zeros(sum(h * w for h, w in huge), np.uint32)
     with pytest.raises(InvalidInputError, match="1024 cells"):
         tokenizer.decode(TokenSpan("image", ScalesLayout(16, huge), cells, tokenizer.hash))
-    results = tokenizer.decode_batch([video, span])
+    results = tokenizer.decode_batch([foreign, span])
     assert isinstance(results[0], UnsupportedMediaError) and results[1].size == (64, 64)
     assert isinstance(tokenizer.decode_spans([span], content_type="image/gif")[0], UnsupportedMediaError)
 
