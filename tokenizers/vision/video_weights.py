@@ -4,18 +4,14 @@ weights.
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from safetensors.torch import load_file, save_file
-
 from ernie5.tokenizers.vision.model import VisionModel
 from ernie5.tokenizers.vision.temporal import TemporalConfig, VideoModel
 from ernie5.tokenizers.vision.weights_file import SHIPPED_WEIGHTS as IMAGE_WEIGHTS
-from ernie5.tokenizers.vision.weights_file import digest_of
+from ernie5.tokenizers.vision.weights_file import read_with_card, write_with_card
 
 # Part of the tokenizer's hash: raise it when the files' reading or the meaning of codes change.
 FORMAT_VERSION = 1
@@ -35,17 +31,12 @@ class VideoWeights:
 
 def save_video_weights(model: VideoModel, image_digest: str, path: Path, card: dict[str, object]) -> None:
     """Write ``path`` (float16 safetensors) and the card beside it (``.json``)."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tensors = {name: value.half().contiguous() for name, value in model.past.state_dict().items()}
-    save_file(tensors, path)
-    path.chmod(0o644)  # safetensors writes for the owner alone; these files are packaged
     head = {
         "format_version": FORMAT_VERSION,
         "config": model.config.as_json(),
-        "sha256": digest_of(path),
         "image_sha256": image_digest,
     }
-    path.with_suffix(".json").write_text(json.dumps({**head, **card}, indent=1, ensure_ascii=False) + "\n")
+    write_with_card(model.past.state_dict(), path, head, card)
 
 
 def load_video_weights(
@@ -62,28 +53,17 @@ def load_video_weights(
         ValueError: another format version, damaged weights, or weights for other picture weights.
     """
     path = path or SHIPPED_WEIGHTS
-    card = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-    if card.get("format_version") != FORMAT_VERSION:
-        raise ValueError(
-            f"{path} has format version {card.get('format_version')}, this code reads {FORMAT_VERSION}; "
-            "train it again or install the matching release"
-        )
-    digest = digest_of(path)
-    if card.get("sha256") != digest:
-        raise ValueError(
-            f"{path} has sha256 {digest}, its card says {card.get('sha256')}; copy both files again"
-        )
+    card, tensors = read_with_card(path, FORMAT_VERSION)
     if image_digest is not None and card.get("image_sha256") != image_digest:
         raise ValueError(
             f"{path} inflates picture weights with sha256 {card.get('image_sha256')}, these have "
             f"{image_digest}; train it again with `ernie-multi tokenizer train video`"
         )
     model = VideoModel(image, TemporalConfig(tuple(card["config"]["kernels"])))
-    tensors = load_file(path)
     expected = {name: value.shape for name, value in model.past.state_dict().items()}
     if {name: value.shape for name, value in tensors.items()} != expected:
         raise ValueError(f"{path} does not fit a picture network of {image.config}")
-    model.past.load_state_dict({name: value.to(torch.float32) for name, value in tensors.items()})
+    model.past.load_state_dict(tensors)
     return model.eval(), card
 
 

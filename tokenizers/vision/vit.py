@@ -10,19 +10,17 @@ Shape legend: B pictures, H = 8 h and W = 8 w pixels, h x w cells, N = h w of th
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ernie5.protocol.errors import UnavailableError
 from ernie5.tokenizers.vision.model import STRIDE
 from ernie5.tokenizers.vision.weights_file import SHIPPED_WEIGHTS as IMAGE_WEIGHTS
-from ernie5.tokenizers.vision.weights_file import digest_of
+from ernie5.tokenizers.vision.weights_file import read_with_card, write_with_card
 
 # Raise it when the features' meaning changes: preprocessing, network, or what a cell is.
 FORMAT_VERSION = 1
@@ -137,11 +135,8 @@ def _turn(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 def save_vit(model: VitModel, path: Path, card: dict[str, object]) -> None:
     """Write ``path`` (float16 safetensors) and the card beside it (``.json``), config and digest added."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file({name: value.half().contiguous() for name, value in model.state_dict().items()}, path)
-    path.chmod(0o644)  # safetensors writes for the owner alone; these files are packaged
-    head = {"format_version": FORMAT_VERSION, "config": model.config.as_json(), "sha256": digest_of(path)}
-    path.with_suffix(".json").write_text(json.dumps({**head, **card}, indent=1, ensure_ascii=False) + "\n")
+    head = {"format_version": FORMAT_VERSION, "config": model.config.as_json()}
+    write_with_card(model.state_dict(), path, head, card)
 
 
 def load_vit(path: Path | None = None) -> tuple[VitModel, dict[str, object]]:
@@ -157,19 +152,9 @@ def load_vit(path: Path | None = None) -> tuple[VitModel, dict[str, object]]:
             raise UnavailableError(
                 f"the semantic encoder needs {file}; train one by `ernie-multi tokenizer train vit`"
             )
-    card = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-    if card.get("format_version") != FORMAT_VERSION:
-        raise ValueError(
-            f"{path} has format version {card.get('format_version')}, this code reads {FORMAT_VERSION}; "
-            "train it again or install the matching release"
-        )
-    digest = digest_of(path)
-    if card.get("sha256") != digest:
-        raise ValueError(
-            f"{path} has sha256 {digest}, its card says {card.get('sha256')}; copy both files again"
-        )
+    card, tensors = read_with_card(path, FORMAT_VERSION)
     model = VitModel(VitConfig(**card["config"]))
-    model.load_state_dict({name: value.to(torch.float32) for name, value in load_file(path).items()})
+    model.load_state_dict(tensors)
     return model.eval(), card
 
 
