@@ -89,6 +89,12 @@ def _tar_member(name: str, data: bytes) -> bytes:
     return header + data + bytes(-len(data) % BLOCK)
 
 
+def check_item_id(item_id: str) -> None:
+    """Raises ValueError if the name in ``item_id`` holds a dot, where readers would cut it."""
+    if "." in item_id.rpartition("/")[2]:
+        raise ValueError(f"item id {item_id!r} holds a dot; readers cut the name at the first dot")
+
+
 def write_shard(path: Path, items: Iterable[tuple[str, Mapping[str, bytes]]]) -> ShardSummary:
     """Write ``(item id, {extension: bytes})`` pairs as a shard; ``.zst`` at the end of the name compresses.
 
@@ -117,10 +123,7 @@ def write_shard(path: Path, items: Iterable[tuple[str, Mapping[str, bytes]]]) ->
                 pending.clear()
 
             for item_id, files in items:
-                if "." in item_id.rpartition("/")[2]:
-                    raise ValueError(
-                        f"item id {item_id!r} holds a dot; readers cut the name at the first dot"
-                    )
+                check_item_id(item_id)
                 if item_id in seen:
                     raise ValueError(f"item id {item_id!r} is written twice to {path.name}")
                 seen.add(item_id)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ernie5.corpora.webdataset import write_shard
+from ernie5.corpora.webdataset import check_item_id, write_shard
 
 FORMAT = 1
 MIT_TERMS = """\
@@ -45,6 +45,9 @@ class BuiltItem:
     kind: str
     files: Mapping[str, bytes]
     metadata: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        check_item_id(self.item_id)  # now, not when the shard is written after all the work
 
     def members(self) -> dict[str, bytes]:
         """The item's files with its metadata as ``json``."""

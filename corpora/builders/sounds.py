@@ -96,7 +96,7 @@ def _learners(home: Path) -> Iterator[_Recording]:
             split = "test" if draw(f"speakers {language}", 8) == 0 else "train"
             name = path.relative_to(root).with_suffix("").as_posix().replace("@", "-")
             yield _Recording(
-                f"{source}/{name}",
+                f"{source}/{name.replace('.', '-')}",
                 path,
                 "spoken_word",
                 source,

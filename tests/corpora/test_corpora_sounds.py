@@ -9,6 +9,7 @@ import pytest
 import soundfile
 
 from ernie5.corpora.builders import sounds
+from ernie5.corpora.builders.manifest import BuiltItem
 from ernie5.corpora.builders.progress import Report
 from ernie5.corpora.corpus import open_corpus
 from ernie5.corpora.splits import HELD_OUT_VOICES
@@ -57,3 +58,22 @@ def test_added_voices_are_neither_held_out_nor_twice(monkeypatch: pytest.MonkeyP
     spoken = [utterance for _, utterance in sounds.utterances(Path())]
     assert len(spoken) == 60 * sounds.DIGIT_CLIPS
     assert not any(utterance.held_out for utterance in spoken)
+
+
+def test_a_file_name_with_a_dot_gives_an_item_id_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ``train_valley.theme.ogg`` of ktuberling, which ended a whole build at its last step."""
+    for source, inner in (("klettres", "klettres"), ("ktuberling", "ktuberling/sounds")):
+        folder = tmp_path / source / "usr" / "share" / inner / "en"
+        folder.mkdir(parents=True)
+        write_tone(folder / "valley.theme.ogg", 0.8)
+    monkeypatch.setattr(sounds, "unpack", lambda name, home: home / name)
+    recorded = list(sounds._learners(tmp_path))
+    assert [recording.item_id for recording in recorded] == [
+        "klettres/en/valley-theme",
+        "ktuberling/en/valley-theme",
+    ]
+    assert all(sounds._take(recording) for recording in recorded)
+    with pytest.raises(ValueError, match="holds a dot"):
+        BuiltItem("a/b.theme", "spoken_word", {"ogg": b""}, {})
