@@ -172,7 +172,7 @@ def container_arm(name: str, segments: list[Segment]) -> Callable[[], object] | 
 def video_container(files: list[tuple[bytes, str | None]]) -> Callable[[], object] | None:
     """Decoding clips, where this version of the vision tokenizer reads any."""
     try:
-        from ernie5.tokenizers.vision.video_files import read_clip
+        from ernie5.tokenizers.vision.video.files import read_clip
     except ImportError:
         return None
     return lambda: [read_clip(data) for data, _ in files]

@@ -161,7 +161,7 @@ def write_video(out: Path, corpora: Sequence[str] | None, report: Report) -> dic
     The recipe reads the pictures of :func:`write_vision` beside it. Returns the number of clips, of held-out
     ones and of frames.
     """
-    from ernie5.tokenizers.vision.video_files import read_clip
+    from ernie5.tokenizers.vision.video.files import read_clip
 
     clips: list[np.ndarray] = []
     names: list[str] = []

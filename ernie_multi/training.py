@@ -30,24 +30,22 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from ernie5.protocol.errors import InvalidInputError, TokenizerMismatchError, UnavailableError
-from ernie5.protocol.modalities import modality_of
+from ernie5.protocol.errors import InvalidInputError, UnavailableError
 from ernie5.protocol.service_settings import RedisSettings, StreamSettings
 from ernie5.protocol.settings import Settings, load_settings
 from ernie5.services.processes import ProcessSpec, Supervisor
+from ernie_multi.networks import check_resumed, check_start, network_of, take_weights
 from ernie_multi.stack import command_of, free_port, redis_for
+from ernie_multi.training_stream import corpus_length, samples_of, wait_for_tokenizers
 
 if TYPE_CHECKING:
     from ernie5.backbone.config import BackboneConfig
     from ernie5.backbone.execution import Execution
-    from ernie5.backbone.model.transformer import Backbone
     from ernie5.backbone.training.trainer import StepReport, Trainer, TrainingConfig
-    from ernie5.services.streams import RunStream, TokenFeed
 
 logger = logging.getLogger(__name__)
 
 _READY_S = 300.0
-_TOKENIZERS_S = 180.0
 _WATCH_S = 1.0
 
 
@@ -117,7 +115,7 @@ def train(
     Args:
         data: a corpus by name, or a path.
         out: the run's folder; its name is the run's name on the stream.
-        preset, elastic, allocation, mean_experts: the network, see :func:`network_of`.
+        preset, elastic, allocation, mean_experts: the network, see :func:`~ernie_multi.networks.network_of`.
         steps: how many; ``minutes`` chooses the number from the speed of a timed pass instead.
         resume: go on from the newest checkpoint in ``out``, with its training options where none are given
             here; without it a folder with checkpoints is refused.
@@ -277,59 +275,6 @@ def run_trainer() -> None:
     print(f"trainer: {result.steps} steps, newest checkpoint {result.checkpoint}", flush=True)
 
 
-def network_of(
-    preset_name: str | None,
-    start_from: Path | None,
-    checkpoint: Path | None,
-    *,
-    elastic: str | None = None,
-    allocation: str | None = None,
-    mean_experts: float | None = None,
-) -> BackboneConfig:
-    """The network of a run: of a preset (default ``mini``), a model folder or the checkpoint it goes on from.
-
-    Args:
-        elastic: which sub-networks training draws, one of :data:`~ernie5.backbone.elastic.options.DRAWS`.
-        allocation: how many experts a token gets, one of :data:`~ernie5.backbone.elastic.options.POLICIES`.
-        mean_experts: in the mean, for those that choose by need.
-
-    Raises:
-        InvalidInputError: an unknown name, values that don't fit the network, or another network than the
-            checkpoint's.
-    """
-    from ernie5.backbone.config import preset
-    from ernie5.backbone.elastic.options import with_allocation, with_draws
-    from ernie5.backbone.training.checkpoint import read_config
-
-    try:
-        named = None if preset_name is None else preset(preset_name)
-    except ValueError as error:
-        raise InvalidInputError(str(error), param="preset") from None
-    if named is not None and start_from is not None:
-        raise InvalidInputError(
-            f"a run begins with the network of preset {preset_name} or of {start_from}; give one of them",
-            param="preset",
-        )
-    if checkpoint is not None:
-        config, _ = read_config(checkpoint)
-    elif start_from is not None:
-        config, _ = read_config(start_from)
-    else:
-        config = named or preset("mini")
-    known = config
-    if elastic is not None:
-        config = with_draws(config, elastic)
-    if allocation is not None or mean_experts is not None:
-        config = with_allocation(config, allocation, mean_experts)
-    if checkpoint is not None and (config != known or (named is not None and named.name != known.name)):
-        raise InvalidInputError(
-            f"{checkpoint} was trained with another network or other options; leave preset, elastic, "
-            "allocation and mean_experts out to go on with its own, or name another folder",
-            param="out",
-        )
-    return config
-
-
 def _train_here(
     redis: RedisSettings | str,
     run: str,
@@ -365,21 +310,21 @@ def _train_here(
         logger.warning("sample %d is left out: %s", position, reason)
 
     threads = torch.get_num_threads()
-    _check_tokenizers(out, hashes)
+    check_resumed(out, hashes)
     if start_from is not None:
-        _check_start(start_from, hashes)
+        check_start(start_from, hashes)
     trainer = Trainer(config, training, out, hashes, execution=execution, on_skip=on_skip)
     if trainer.resume():
         console.print(f"going on from step {trainer.step}, sample {trainer.position}")
     elif start_from is not None:
-        _take_weights(trainer.model, start_from)
+        take_weights(trainer.model, start_from)
         console.print(f"starting from the weights of {start_from}")
     curves = None
     if validation is not None:
         corpus, every = validation
         curves = held_out_validation(corpus, config, hashes, out, every=every, row_length=training.row_length)
         curves.resume(trainer.step)
-    length = _corpus_length(stream, check_peers)
+    length = corpus_length(stream, check_peers)
     if minutes is not None:
         training = trainer.training = _sized(trainer, minutes, training)
 
@@ -397,7 +342,7 @@ def _train_here(
     with TokenFeed(stream, start, timeout_s=_WATCH_S, on_checkpoint_asked=want_checkpoint) as feed:
         trainer.on_checkpoint = lambda position: feed.commit(Position.of(position, length))
         began = time.perf_counter()
-        reports = trainer.run(_samples(feed, length, skipped, check))
+        reports = trainer.run(samples_of(feed, length, skipped, check))
         for report in _shown(_until_signal(trainer, reports, asked), trainer, console):
             if curves is not None:
                 curves.after(trainer.model, report.step)
@@ -410,107 +355,6 @@ def _train_here(
         reasons = "; ".join(f"{count} x {reason}" for reason, count in skipped.most_common(3))
         console.print(f"{sum(skipped.values())} samples were left out ({reasons})")
     return TrainingResult(checkpoints(out)[-1], trainer.step, skipped, seconds)
-
-
-def _check_start(folder: Path, hashes: dict[str, str]) -> None:
-    """The tokenizers of a model folder to start from must be those that run."""
-    from ernie5.backbone.training.checkpoint import read_config
-
-    _, tokenizers = read_config(folder)
-    for service, expected in tokenizers.items():
-        if hashes.get(service, expected) != expected:
-            raise TokenizerMismatchError(
-                f"{folder} belongs to {service} tokenizer {expected[:12]}, the services run "
-                f"{hashes[service][:12]}; for text, name its model in ERNIE_MULTI_TEXT_MODEL"
-            )
-
-
-def _take_weights(model: Backbone, folder: Path) -> None:
-    """Begin with a folder's weights; what only another allocation of experts has is left as it is."""
-    from ernie5.backbone.elastic.options import ALLOCATION_TENSORS
-    from ernie5.backbone.training.checkpoint import load_model
-
-    differing = model.load_state_dict(load_model(folder)[0].state_dict(), strict=False)
-    for name in (*differing.missing_keys, *differing.unexpected_keys):
-        if name.rpartition(".")[2] not in ALLOCATION_TENSORS:
-            raise InvalidInputError(f"{folder} does not fit this network: {name} differs", param="init")
-
-
-def _samples(
-    feed: TokenFeed, length: int, skipped: Counter[str], check: Callable[[], None]
-) -> Iterator[tuple[int, Any]]:
-    """The feed as the trainer reads it: (ordinal, sequence), None for a tombstone.
-
-    ``check`` is called each time that nothing has come for a while; what it raises ends the run.
-    """
-    from ernie5.services.streams import Tombstone
-
-    while True:
-        try:
-            item = feed.next()
-        except UnavailableError:
-            check()
-            continue
-        if item is None:
-            return
-        position, value = item
-        if isinstance(value, Tombstone):
-            skipped[value.failure.message] += 1
-            yield position.ordinal(length), None
-        else:
-            yield position.ordinal(length), value
-
-
-def _check_tokenizers(out: Path, hashes: dict[str, str]) -> None:
-    """Refuse to go on from a checkpoint with tokens of another meaning."""
-    from ernie5.backbone.training.checkpoint import checkpoints, read_config
-
-    for newest in checkpoints(out)[-1:]:
-        _, known = read_config(newest)
-        for service, expected in known.items():
-            if hashes.get(service) != expected:
-                raise TokenizerMismatchError(
-                    f"{newest} was trained with {service} tokenizer {expected[:12]}, the run has "
-                    f"{hashes.get(service, 'none')[:12]}; serve that tokenizer, or train into another folder"
-                )
-
-
-def wait_for_tokenizers(
-    stream: RunStream, check: Callable[[], None] = lambda: None, timeout_s: float = _TOKENIZERS_S
-) -> dict[str, str]:
-    """Service name to tokenizer hash, once all three services have joined the run.
-
-    Raises:
-        UnavailableError: one did not come in time.
-    """
-    deadline = time.monotonic() + timeout_s
-    while True:
-        hashes: dict[str, str] = {}
-        for modality, value in stream.tokenizers().items():
-            hashes[modality_of(modality).service] = value.partition(":")[0]
-        missing = {"text", "audio", "vision"} - hashes.keys()
-        if not missing:
-            return hashes
-        if time.monotonic() > deadline:
-            raise UnavailableError(
-                f"no {', '.join(sorted(missing))} tokenizer service has joined run {stream.keys.run!r} "
-                f"within {timeout_s:.0f} s; start them with `ernie-multi service`, the same run and REDIS_URL"
-            )
-        check()
-        time.sleep(0.1)
-
-
-def _corpus_length(stream: RunStream, check: Callable[[], None], timeout_s: float = _TOKENIZERS_S) -> int:
-    deadline = time.monotonic() + timeout_s
-    while (known := stream.corpus()) is None:
-        if time.monotonic() > deadline:
-            raise UnavailableError(
-                f"no ingest has joined run {stream.keys.run!r} within {timeout_s:.0f} s; start one with "
-                "`ernie-multi service ingest`"
-            )
-        check()
-        time.sleep(0.1)
-    return int(known["length"])
 
 
 def _sized(trainer: Trainer, minutes: float, training: TrainingConfig) -> TrainingConfig:

@@ -15,6 +15,9 @@ import pytest
 import ernie_multi
 from ernie5.protocol.errors import InvalidInputError, UnavailableError
 from ernie_multi import cli
+from ernie_multi.commands import deferred
+from ernie_multi.commands.stack import Service
+from ernie_multi.commands.tokenizer import Tokenizer
 
 
 def run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
@@ -34,7 +37,7 @@ def unchanged_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # Every command with all of its options, as a user would give them.
 INVOCATIONS = [
-    *(["service", name, "--port", "0", "--run", "r"] for name in cli.Service),
+    *(["service", name, "--port", "0", "--run", "r"] for name in Service),
     ["service", "text", "audio", "vision", "--replicas", "2"],
     ["up", "--out", "runs/x", "--port", "1", "--tokenizers-port", "2", "--model", "m", "--detach"],
     ["down", "--out", "runs/x"],
@@ -77,7 +80,7 @@ def test_each_command_calls_a_function_that_takes_its_options(
     def recorded(module: str, name: str) -> Any:
         return lambda *args, **kwargs: calls.append((module, name, args, kwargs))
 
-    monkeypatch.setattr(cli, "_function", recorded)
+    monkeypatch.setattr(deferred, "function", recorded)
     code, _, errors = run(arguments, capsys)
     assert code == 0, errors
     ((module, name, args, kwargs),) = calls
@@ -85,7 +88,7 @@ def test_each_command_calls_a_function_that_takes_its_options(
     inspect.signature(function).bind(*args, **kwargs)
 
 
-@pytest.mark.parametrize("name", list(cli.Tokenizer))
+@pytest.mark.parametrize("name", list(Tokenizer))
 @pytest.mark.parametrize("action", ["train", "evaluate"])
 def test_tokenizer_recipes_describe_their_options(
     action: str, name: str, capfd: pytest.CaptureFixture[str]
@@ -107,7 +110,7 @@ def test_service_options_reach_the_environment(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: dict[str, str] = {}
-    monkeypatch.setattr(cli, "_function", lambda module, name: lambda *args: seen.update(os.environ))
+    monkeypatch.setattr(deferred, "function", lambda module, name: lambda *args: seen.update(os.environ))
     arguments = [
         "--host",
         "127.0.0.2",
@@ -145,7 +148,7 @@ def test_an_expected_error_is_one_line(
     def failing(module: str, name: str) -> Any:
         raise error
 
-    monkeypatch.setattr(cli, "_function", failing)
+    monkeypatch.setattr(deferred, "function", failing)
     ended, out, errors = run(["corpus", "list"], capsys)
     assert ended == code
     assert out == ""
@@ -158,7 +161,7 @@ def test_a_fault_of_the_program_keeps_its_traceback(monkeypatch: pytest.MonkeyPa
     def failing(module: str, name: str) -> Any:
         raise ZeroDivisionError("our fault")
 
-    monkeypatch.setattr(cli, "_function", failing)
+    monkeypatch.setattr(deferred, "function", failing)
     with pytest.raises(ZeroDivisionError):
         cli.main(["corpus", "list"])
 

@@ -17,7 +17,7 @@ from ernie5.corpora.splits import HELD_OUT_VOICES, is_held_out
 from ernie5.protocol.errors import InvalidInputError
 from ernie5.tokenizers.audio.clips import DIGITS, Clips, MelStream
 from ernie5.tokenizers.text.train import read_sources
-from ernie5.tokenizers.vision.training_data import PICTURE_FILES, BatchSampler, load_training_data
+from ernie5.tokenizers.vision.training.data import PICTURE_FILES, BatchSampler, load_training_data
 from ernie_multi import cli, tokenizer_data
 
 SILENT = Report(None, "test")
@@ -78,7 +78,7 @@ def test_pictures_are_held_out_by_concept_in_every_style(few_items: None, tmp_pa
 def test_the_video_recipe_takes_the_animations(tmp_path: Path) -> None:
     from ernie5.corpora.builders.licences import LICENCES
     from ernie5.corpora.builders.manifest import BuiltItem, by_split, write_corpus
-    from ernie5.tokenizers.vision.video_files import write_clip
+    from ernie5.tokenizers.vision.video.files import write_clip
 
     names = [f"thing {number}" for number in range(30)]
     frames = [Image.new("RGB", (96, 96), (60 * place, 90, 200)) for place in range(4)]

@@ -24,7 +24,8 @@ from ernie5.protocol.errors import InvalidInputError, TokenizerMismatchError
 from ernie5.services.redis_client import connect
 from ernie5.services.streams import RunStream
 from ernie5.tokenizers.text.tokenizer import TextTokenizer
-from ernie_multi.training import _check_start, train
+from ernie_multi.networks import check_start
+from ernie_multi.training import train
 
 BAD = 6
 TRAINING = {"rows": 2, "row_length": 256, "threads": 1, "checkpoint_every": 2, "warmup": 2}
@@ -171,4 +172,4 @@ def test_a_run_begins_with_another_model_s_weights_and_text_tokenizer(corpus, tm
 def test_a_start_with_other_tokenizers_is_refused(tmp_path):
     save_model(tmp_path, Backbone(preset("nano")), {"text": "a" * 32})
     with pytest.raises(TokenizerMismatchError, match="ERNIE_MULTI_TEXT_MODEL"):
-        _check_start(tmp_path, {"text": "b" * 32, "vision": "c" * 32})
+        check_start(tmp_path, {"text": "b" * 32, "vision": "c" * 32})

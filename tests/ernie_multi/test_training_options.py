@@ -13,11 +13,12 @@ from ernie5.backbone.elastic.options import DRAWS, POLICIES, with_allocation, wi
 from ernie5.backbone.model.transformer import Backbone
 from ernie5.backbone.training.checkpoint import save_model
 from ernie5.protocol.errors import InvalidInputError
-from ernie_multi import cli, training
+from ernie_multi import cli, networks, training
+from ernie_multi.commands.training import Allocation, Draws
 
 
 def test_the_command_offers_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
-    assert tuple(cli.Draws) == DRAWS and tuple(cli.Allocation) == POLICIES
+    assert tuple(Draws) == DRAWS and tuple(Allocation) == POLICIES
     with pytest.raises(SystemExit):
         cli.main(["train", "--help"])
     said = " ".join(re.sub(r"[│|]", " ", capsys.readouterr().out).split())
@@ -78,24 +79,24 @@ def test_a_run_gets_the_network_that_was_asked_for(monkeypatch: pytest.MonkeyPat
 def test_a_run_goes_on_with_the_network_of_its_checkpoint(tmp_path: Path) -> None:
     config = with_allocation(with_draws(preset("nano"), "report"), "null", 1.5)
     save_model(tmp_path, Backbone(config), {})
-    assert training.network_of(None, None, tmp_path) == config
-    assert training.network_of("nano", None, tmp_path, allocation="null") == config
+    assert networks.network_of(None, None, tmp_path) == config
+    assert networks.network_of("nano", None, tmp_path, allocation="null") == config
     for options in ({"elastic": "off"}, {"allocation": "fixed"}, {"mean_experts": 1.2}):
         with pytest.raises(InvalidInputError, match="with its own"):
-            training.network_of(None, None, tmp_path, **options)
+            networks.network_of(None, None, tmp_path, **options)
     with pytest.raises(InvalidInputError, match="with its own"):
-        training.network_of("mini", None, tmp_path)
+        networks.network_of("mini", None, tmp_path)
 
 
 @pytest.mark.parametrize("before,after", [("fixed", "null"), ("null", "fixed"), ("threshold", "null")])
 def test_weights_of_another_allocation_begin_a_run(before: str, after: str, tmp_path: Path) -> None:
     parent = Backbone(with_allocation(preset("nano"), before), seed=5)
     save_model(tmp_path, parent, {})
-    model = Backbone(training.network_of(None, tmp_path, None, allocation=after), seed=6)
+    model = Backbone(networks.network_of(None, tmp_path, None, allocation=after), seed=6)
     fresh = {name: value.clone() for name, value in model.state_dict().items()}
-    training._take_weights(model, tmp_path)
+    networks.take_weights(model, tmp_path)
     old = parent.state_dict()
     for name, value in model.state_dict().items():
         assert torch.equal(value, old.get(name, fresh[name])), name
     with pytest.raises((InvalidInputError, RuntimeError)):
-        training._take_weights(Backbone(preset("mini")), tmp_path)
+        networks.take_weights(Backbone(preset("mini")), tmp_path)

@@ -188,7 +188,7 @@ def train(
         "kind": f"SentencePiece BPE, byte fallback in {fallback.upper()}, identity normaliser",
         "vocabulary_size": tokenizer.vocabulary_size,
         "hash": tokenizer.hash,
-        "recipe": "python -m ernie5.tokenizers.text.train "
+        "command": "python -m ernie5.tokenizers.text.train "
         + " ".join(Path(file).name for file in files)
         + (f" --names {Path(names).name}" if names is not None else "")
         + (f" --fallback {fallback}" if fallback != "utf-8" else ""),

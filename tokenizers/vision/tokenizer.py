@@ -33,9 +33,9 @@ from ernie5.tokenizers.base import Medium
 from ernie5.tokenizers.vision.execution import Execution
 from ernie5.tokenizers.vision.model import STRIDE, VisionModel
 from ernie5.tokenizers.vision.preprocessing import ImageLimits, fit_to_canvas, open_image, restore
-from ernie5.tokenizers.vision.video import VideoCoder
-from ernie5.tokenizers.vision.video_weights import VideoWeights, find_video_weights
-from ernie5.tokenizers.vision.vit import VitModel, VitWeights, load_vit_weights
+from ernie5.tokenizers.vision.video.coder import VideoCoder
+from ernie5.tokenizers.vision.video.weights import VideoWeights, find_video_weights
+from ernie5.tokenizers.vision.vit.model import VitModel, VitWeights, load_vit_weights
 from ernie5.tokenizers.vision.weights_file import FORMAT_VERSION, load_weights
 
 Picture = bytes | Image.Image
@@ -54,7 +54,8 @@ class VisionTokenizer:
         hash: identifies weights, format version, device kind, dtype and bit width; the semantic encoder's
             too where it is loaded.
         modalities: ``image``, and ``video`` where there are weights for it.
-        video: codes clips (:class:`~ernie5.tokenizers.vision.video.VideoCoder`); None without such weights.
+        video: codes clips (:class:`~ernie5.tokenizers.vision.video.coder.VideoCoder`); None without such
+            weights.
         bits: bits of one cell's code; those of a smaller width are the low bits of a larger one's.
         feature_width: C of the ``cnn`` features, float16 ``[N, 4, C]``: 2x2 neighbouring cells of the
             encoder's trunk before it is projected to bits, N in row-major order. Those of the semantic
@@ -239,7 +240,7 @@ class VisionTokenizer:
         self, spans: Sequence[TokenSpan], *, content_type: str | None = None
     ) -> list[Medium | ErnieMultiError]:
         """Spans to files: pictures to image/png (the default), image/jpeg or image/webp (lossless); clips to
-        what :func:`~ernie5.tokenizers.vision.video_files.write_clip` writes.
+        what :func:`~ernie5.tokenizers.vision.video.files.write_clip` writes.
         """
         results: list[Medium | ErnieMultiError | None] = [None] * len(spans)
         clips: list[int] = []

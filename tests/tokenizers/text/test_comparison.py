@@ -9,7 +9,7 @@ import pytest
 
 from ernie5.protocol.errors import InvalidInputError
 from ernie5.tokenizers.text.comparison import ForeignTokenizer, bytes_per_token, foreign, texts_of
-from ernie_multi.recipes import evaluate_text
+from ernie_multi.recipes.text import evaluate
 
 
 def test_bytes_per_token_and_exactness_are_counted() -> None:
@@ -35,7 +35,7 @@ def test_a_tokenizer_json_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[
         str(text): 1.5,
         "exact": True,
     }
-    evaluate_text([str(text), "--against", str(path), "--out", str(tmp_path / "figures.json")])
+    evaluate([str(text), "--against", str(path), "--out", str(tmp_path / "figures.json")])
     figures = json.loads((tmp_path / "figures.json").read_text(encoding="utf-8"))
     assert figures[f"against {path}"]["exact"] is True and figures[str(text)]["tokens"] == 3
     path.write_text("{}", encoding="utf-8")

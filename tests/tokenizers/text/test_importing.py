@@ -14,7 +14,7 @@ from ernie5.tokenizers.text import TextTokenizer
 from ernie5.tokenizers.text.importing import import_model, write_import
 from ernie5.tokenizers.text.model_file import ModelFile, keeping_every_character
 from ernie5.tokenizers.text.tokenizer import WEIGHTS
-from ernie_multi.recipes import evaluate_text, import_text
+from ernie_multi.recipes.text import evaluate, import_text
 from tests.tokenizers.text.models import trained
 
 HARD = "  two  spaces \t\n\u2581 Ａﬁ½ e\u0301 👩\u200d👧 \0 龘 \U0010ffff "
@@ -127,7 +127,7 @@ def test_the_command_writes_model_and_card(tmp_path: Path, capsys: pytest.Captur
     assert card["file"]["name"] == "foreign.model"
     text = tmp_path / "text.txt"
     text.write_text(HARD.replace("\0", ""), encoding="utf-8")
-    evaluate_text([str(text), "--weights", str(tmp_path / "out")])
+    evaluate([str(text), "--weights", str(tmp_path / "out")])
     assert "bytes_per_token" in capsys.readouterr().out
 
 

@@ -54,7 +54,7 @@ def test_training_in_utf_16be_writes_line_ends_as_pieces(files: list[Path], tmp_
     text = "the cat of a \u2581 small sea 床前\r\n\t ق 12"
     assert tokenizer.text(tokenizer.ids(text)) == text
     card = json.loads((tmp_path / "a" / "text.json").read_text(encoding="utf-8"))
-    assert "UTF-16BE" in card["kind"] and "--fallback utf-16be" in card["recipe"]
+    assert "UTF-16BE" in card["kind"] and "--fallback utf-16be" in card["command"]
 
 
 def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:

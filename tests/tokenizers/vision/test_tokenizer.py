@@ -22,7 +22,7 @@ from ernie5.protocol.samples import Segment
 from ernie5.protocol.tokens import ScalesLayout, TokenSpan
 from ernie5.tokenizers.base import Tokenizer
 from ernie5.tokenizers.vision import VisionTokenizer
-from ernie5.tokenizers.vision.training_data import DIGIT_FILE, PICTURE_FILES
+from ernie5.tokenizers.vision.training.data import DIGIT_FILE, PICTURE_FILES
 from ernie5.tokenizers.vision.weights_file import FORMAT_VERSION, SHIPPED_WEIGHTS
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ernie5.tokenizers.vision.model import VisionModel
-from ernie5.tokenizers.vision.training_data import DIGIT_GRID, canvases_of
-from ernie5.tokenizers.vision.vit import VitModel
-from ernie5.tokenizers.vision.vit_targets import VitData
+from ernie5.tokenizers.vision.training.data import DIGIT_GRID, canvases_of
+from ernie5.tokenizers.vision.vit.model import VitModel
+from ernie5.tokenizers.vision.vit.targets import VitData
 
 Encoder = Callable[[Tensor], Tensor]
 """Pictures float32 ``[n, 3, 8 h, 8 w]`` in [0, 1] to features ``[n, D, h, w]``."""

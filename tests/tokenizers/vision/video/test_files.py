@@ -19,9 +19,9 @@ from ernie5.protocol.errors import (
     UnsupportedMediaError,
 )
 from ernie5.tokenizers.vision.preprocessing import ImageLimits
-from ernie5.tokenizers.vision.video_files import VideoLimits, read_clip, sample_times, write_clip
+from ernie5.tokenizers.vision.video.files import VideoLimits, read_clip, sample_times, write_clip
 
-SAMPLE = Path(__file__).parents[3] / "tokenizers" / "modalities" / "samples" / "video.webp"
+SAMPLE = Path(__file__).parents[4] / "tokenizers" / "modalities" / "samples" / "video.webp"
 COLOURS = [(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0), (0, 255, 255), (255, 0, 255)]
 
 

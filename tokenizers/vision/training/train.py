@@ -10,29 +10,34 @@ sample grid.
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import time
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ernie5.protocol.grids import schedule_for
-from ernie5.tokenizers.vision.evaluation import evaluate, write_sample_grid
-from ernie5.tokenizers.vision.judge import train_judge
-from ernie5.tokenizers.vision.losses import ExtraLosses, ExtraLossOptions
-from ernie5.tokenizers.vision.metrics import ssim
 from ernie5.tokenizers.vision.model import STRIDE, VisionModel, VisionModelConfig, count_parameters
-from ernie5.tokenizers.vision.optimizer import Muon
-from ernie5.tokenizers.vision.quantiser import BitBalance, quantise_straight_through
-from ernie5.tokenizers.vision.teacher import Teacher
-from ernie5.tokenizers.vision.training_data import BatchSampler, TrainingData
+from ernie5.tokenizers.vision.training.checkpoint import (
+    FILE,
+    Checkpoint,
+    named,
+    optimizer_state,
+    restore_optimizer,
+    write_json,
+)
+from ernie5.tokenizers.vision.training.data import BatchSampler, TrainingData
+from ernie5.tokenizers.vision.training.driver import Length, drive
+from ernie5.tokenizers.vision.training.evaluation import evaluate, write_sample_grid
+from ernie5.tokenizers.vision.training.judge import train_judge
+from ernie5.tokenizers.vision.training.losses import ExtraLosses, ExtraLossOptions
+from ernie5.tokenizers.vision.training.metrics import ssim
+from ernie5.tokenizers.vision.training.optimizer import Muon
+from ernie5.tokenizers.vision.training.quantiser import BitBalance, quantise_straight_through
+from ernie5.tokenizers.vision.training.teacher import Teacher
 from ernie5.tokenizers.vision.weights_file import FORMAT_VERSION, save_weights
 
 _LEVEL_EVERY = 10  # steps
@@ -79,7 +84,7 @@ def train(
     """Train, evaluate, and write weights (``image.*``), ``samples.png`` and ``metrics.json`` to ``out``.
 
     Args:
-        data: see :func:`~ernie5.tokenizers.vision.training_data.load_training_data`.
+        data: see :func:`~ernie5.tokenizers.vision.training.data.load_training_data`.
         out: folder of the run.
         minutes: training time, in minutes of the processor, evaluation not counted; or
         steps: number of steps. Exactly one of the two.
@@ -93,39 +98,19 @@ def train(
     Returns:
         The held-out figures (of the float16 weights).
     """
-    if (minutes is None) == (steps is None):
-        raise ValueError("give either minutes or steps")
+    length = Length(minutes, steps)
     options = options or TrainingOptions()
     run = _Run(data, config or VisionModelConfig(), options, out)
     if extra is not None:
         run.extra = ExtraLosses(extra, run.model.config.trunk_width, teacher)
-    if resume:
-        run.restore()
-    judge = train_judge(data.digits, data.digit_labels)
-    budget = minutes * 60 if minutes is not None else float(steps or 0)
-    next_evaluation = run.seconds + options.evaluate_seconds
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[note]}"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns) as progress:
-        bar = progress.add_task("picture tokenizer", total=budget, note="")
-        while (spent := run.seconds if minutes is not None else float(run.step)) < budget:
-            error = run.advance(spent / budget)
-            progress.update(bar, completed=spent, note=f"step {run.step} {-10 * math.log10(error):.2f} dB")
-            if run.seconds >= next_evaluation:
-                next_evaluation = run.seconds + options.evaluate_seconds
-                run.log(evaluate(run.averaged_model(), data, judge, limit=200))
-                run.save()
+    drive(run, "picture tokenizer", length, pause_seconds=options.evaluate_seconds, resume=resume)
     run.save()
     final = run.averaged_model()
     for parameter in final.parameters():
         parameter.data = parameter.data.half().float()
-    figures = evaluate(final, data, judge)
+    figures = evaluate(final, data, run.judge)
     write_sample_grid(final, data, out / "samples.png")
-    _write_json(out / "metrics.json", {"figures": figures, "curve": run.curve})
+    write_json(out / "metrics.json", {"figures": figures, "curve": run.curve})
     save_weights(
         final,
         out / "image.safetensors",
@@ -149,7 +134,7 @@ class _Run:
         self, data: TrainingData, config: VisionModelConfig, options: TrainingOptions, out: Path
     ) -> None:
         torch.manual_seed(options.seed)
-        self.options, self.out = options, out
+        self.data, self.options, self.out = data, options, out
         self.model = VisionModel(config)
         self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.average = {name: value.clone() for name, value in self.model.state_dict().items()}
@@ -171,6 +156,10 @@ class _Run:
         self.step, self.seconds = 0, 0.0
         self.error = 0.1
         self.curve: list[dict[str, object]] = []
+
+    @cached_property
+    def judge(self) -> nn.Module:
+        return train_judge(self.data.digits, self.data.digit_labels)
 
     def advance(self, progress: float) -> float:
         """One step at ``progress`` in [0, 1) of the run; returns the running mean squared error."""
@@ -226,48 +215,38 @@ class _Run:
         model.load_state_dict(self.average)
         return model.eval()
 
-    def log(self, figures: dict[str, object]) -> None:
+    def note(self) -> str:
+        return f"{-10 * math.log10(self.error):.2f} dB"
+
+    def log(self) -> None:
+        figures = evaluate(self.averaged_model(), self.data, self.judge, limit=200)
         self.curve.append({"step": self.step, "seconds": round(self.seconds, 1), **figures})
-        _write_json(self.out / "metrics.json", {"curve": self.curve})
+        write_json(self.out / "metrics.json", {"curve": self.curve})
 
     def save(self) -> None:
-        """Write the checkpoint; the previous one stays until the new one is complete."""
-        tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}
-        tensors |= {f"average.{name}": value for name, value in self.average.items()}
+        tensors = named("model", self.model.state_dict()) | named("average", self.average)
         for kind, optimizer in self.optimizers.items():
-            for index, state in optimizer.state_dict()["state"].items():
-                tensors |= {f"{kind}.{index}.{name}": value for name, value in state.items()}
-        tensors |= {f"balance.{name}": value for name, value in self.balance.state().items()}
+            tensors |= named(kind, optimizer_state(optimizer))
+        tensors |= named("balance", self.balance.state())
         if self.extra is not None:
-            tensors |= {f"extra.{name}": value for name, value in self.extra.state().items()}
-        self.out.mkdir(parents=True, exist_ok=True)
+            tensors |= named("extra", self.extra.state())
         counters = {"step": self.step, "seconds": self.seconds, "error": self.error, "curve": self.curve}
-        metadata = {"state": json.dumps(counters), "format": str(FORMAT_VERSION)}
-        path = self.out / "checkpoint.safetensors"
-        save_file({k: v.contiguous() for k, v in tensors.items()}, path.with_suffix(".part"), metadata)
-        os.replace(path.with_suffix(".part"), path)
-        _write_json(self.out / "checkpoint.json", counters)  # for people; the tensors' file holds the same
+        Checkpoint(tensors, counters, {"format": str(FORMAT_VERSION)}).write(self.out / FILE)
+        write_json(self.out / "checkpoint.json", counters)  # for people; the tensors' file holds the same
 
     def restore(self) -> None:
         """Load the checkpoint of ``out``, if there is one."""
-        path = self.out / "checkpoint.safetensors"
-        if not path.exists():
+        checkpoint = Checkpoint.read(self.out / FILE)
+        if checkpoint is None:
             return
-        tensors = load_file(path)
-        self.model.load_state_dict(_below(tensors, "model."))
-        self.average = _below(tensors, "average.")
-        self.balance.restore(_below(tensors, "balance."))
+        self.model.load_state_dict(checkpoint.part("model"))
+        self.average = checkpoint.part("average")
+        self.balance.restore(checkpoint.part("balance"))
         if self.extra is not None:
-            self.extra.restore(_below(tensors, "extra."))
+            self.extra.restore(checkpoint.part("extra"))
         for kind, optimizer in self.optimizers.items():
-            state: dict[int, dict[str, Tensor]] = {}
-            for name, value in _below(tensors, f"{kind}.").items():
-                index, key = name.split(".", 1)
-                state.setdefault(int(index), {})[key] = value
-            groups = optimizer.state_dict()["param_groups"]
-            optimizer.load_state_dict({"state": state, "param_groups": groups})
-        with safe_open(path, framework="pt") as file:
-            counters = json.loads(file.metadata()["state"])
+            restore_optimizer(optimizer, checkpoint.part(kind))
+        counters = checkpoint.counters
         self.step, self.seconds = counters["step"], counters["seconds"]
         self.error, self.curve = counters["error"], counters["curve"]
 
@@ -346,13 +325,3 @@ def _split_parameters(model: VisionModel) -> tuple[list[nn.Parameter], list[nn.P
         [parameter for parameter in parameters if id(parameter) in chosen],
         [parameter for parameter in parameters if id(parameter) not in chosen],
     )
-
-
-def _below(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)}
-
-
-def _write_json(path: Path, value: object) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".json.part").write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n")
-    os.replace(path.with_suffix(".json.part"), path)

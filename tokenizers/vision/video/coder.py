@@ -26,8 +26,8 @@ from ernie5.tokenizers.base import Medium
 from ernie5.tokenizers.vision.execution import Execution
 from ernie5.tokenizers.vision.model import STRIDE
 from ernie5.tokenizers.vision.preprocessing import restore
-from ernie5.tokenizers.vision.temporal import Memory, VideoModel
-from ernie5.tokenizers.vision.video_files import Clip, VideoLimits, read_clip, write_clip
+from ernie5.tokenizers.vision.video.files import Clip, VideoLimits, read_clip, write_clip
+from ernie5.tokenizers.vision.video.model import Memory, VideoModel
 
 FRAMES_PER_FEATURE = 4
 """Neighbouring frames of one understanding token: K = 4 frames x 2 x 2 cells."""

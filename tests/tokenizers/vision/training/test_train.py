@@ -11,12 +11,12 @@ from safetensors.torch import load_file
 from ernie5.kernels.scales import accumulate, quantise
 from ernie5.protocol.grids import GRIDS, schedule_for
 from ernie5.tokenizers.vision import VisionTokenizer
-from ernie5.tokenizers.vision.metrics import bit_entropies, psnr, ssim
 from ernie5.tokenizers.vision.model import VisionModel, VisionModelConfig
-from ernie5.tokenizers.vision.optimizer import orthogonalise
-from ernie5.tokenizers.vision.quantiser import BitBalance, quantise_straight_through
-from ernie5.tokenizers.vision.train import TrainingOptions, train
-from ernie5.tokenizers.vision.training_data import BatchSampler, TrainingData, canvases_of, load_training_data
+from ernie5.tokenizers.vision.training.data import BatchSampler, TrainingData, canvases_of, load_training_data
+from ernie5.tokenizers.vision.training.metrics import bit_entropies, psnr, ssim
+from ernie5.tokenizers.vision.training.optimizer import orthogonalise
+from ernie5.tokenizers.vision.training.quantiser import BitBalance, quantise_straight_through
+from ernie5.tokenizers.vision.training.train import TrainingOptions, train
 
 SMALL = VisionModelConfig(width=16, bit_widths=(12, 16))
 OPTIONS = TrainingOptions(batch_size=4, evaluate_seconds=1e9, seed=3)
@@ -74,7 +74,7 @@ def test_a_run_learns_and_ends_in_a_tokenizer(data, tmp_path):
 
 def test_a_resumed_run_equals_the_uninterrupted_one(data, tmp_path):
     """Every batch is a function of (seed, step), and the checkpoint holds all that a step changes."""
-    from ernie5.tokenizers.vision.train import _Run
+    from ernie5.tokenizers.vision.training.train import _Run
 
     whole = _Run(data, SMALL, OPTIONS, tmp_path / "whole")
     for _ in range(6):
@@ -147,7 +147,7 @@ def test_a_width_in_training_draws_what_the_tokenizer_of_that_width_draws():
 
 
 def test_every_channel_keeps_its_spread_and_the_loss_does_not_push_it(data, tmp_path):
-    from ernie5.tokenizers.vision.train import _Run, _tangential
+    from ernie5.tokenizers.vision.training.train import _Run, _tangential
 
     run = _Run(data, SMALL, OPTIONS, tmp_path)
     with torch.no_grad():

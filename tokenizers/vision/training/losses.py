@@ -27,7 +27,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ernie5.protocol.errors import InvalidInputError
-from ernie5.tokenizers.vision.teacher import CELL_WIDTH, FeatureNetwork, RandomNetwork, Teacher
+from ernie5.tokenizers.vision.training.checkpoint import (
+    named,
+    optimizer_state,
+    part_of,
+    restore_optimizer,
+)
+from ernie5.tokenizers.vision.training.teacher import CELL_WIDTH, FeatureNetwork, RandomNetwork, Teacher
 
 _LECAM_DECAY = 0.99
 _STATISTICS_DECAY = 0.99
@@ -266,9 +272,8 @@ class ExtraLosses:
         """All that :meth:`update` and :meth:`terms` change, flat, for a checkpoint."""
         tensors: dict[str, Tensor] = {}
         for name, module in self._modules().items():
-            tensors |= {f"{name}.{key}": value for key, value in module.state_dict().items()}
-            for index, entries in self.optimizers[name].state_dict()["state"].items():
-                tensors |= {f"{name}_optimizer.{index}.{key}": value for key, value in entries.items()}
+            tensors |= named(name, module.state_dict())
+            tensors |= named(f"{name}_optimizer", optimizer_state(self.optimizers[name]))
         return tensors
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
@@ -277,16 +282,11 @@ class ExtraLosses:
         A checkpoint of a run without them leaves them as they are, so that they can be switched on later.
         """
         for name, module in self._modules().items():
-            own = _below(tensors, f"{name}.")
+            own = part_of(tensors, name)
             if not own:
                 continue
             module.load_state_dict(own)
-            state: dict[int, dict[str, Tensor]] = {}
-            for key, value in _below(tensors, f"{name}_optimizer.").items():
-                index, entry = key.split(".", 1)
-                state.setdefault(int(index), {})[entry] = value
-            groups = self.optimizers[name].state_dict()["param_groups"]
-            self.optimizers[name].load_state_dict({"state": state, "param_groups": groups})
+            restore_optimizer(self.optimizers[name], part_of(tensors, f"{name}_optimizer"))
 
     def _modules(self) -> dict[str, nn.Module]:
         both = {"discriminator": self.discriminator, "semantic": self.semantic}
@@ -300,7 +300,3 @@ def _unit(x: Tensor) -> Tensor:
 def _gradient_norm(loss: Tensor, at: Tensor) -> Tensor:
     (gradient,) = torch.autograd.grad(loss, at, retain_graph=True)
     return gradient.norm().detach()
-
-
-def _below(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)}

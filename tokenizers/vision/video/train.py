@@ -8,28 +8,31 @@ it with ``resume=True``. It ends with the slices in float16, a card with the hel
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ernie5.protocol.grids import schedule_for
-from ernie5.tokenizers.vision.metrics import ssim
 from ernie5.tokenizers.vision.model import STRIDE, VisionModel
-from ernie5.tokenizers.vision.quantiser import BitBalance, quantise_straight_through
-from ernie5.tokenizers.vision.temporal import TemporalConfig, VideoModel, count_video_parameters
-from ernie5.tokenizers.vision.train import _below, _write_json
-from ernie5.tokenizers.vision.video_data import ClipSampler, VideoData, held_out_clips
-from ernie5.tokenizers.vision.video_evaluation import compare, evaluate_video, write_strips
-from ernie5.tokenizers.vision.video_weights import FORMAT_VERSION, load_video_weights, save_video_weights
+from ernie5.tokenizers.vision.training.checkpoint import (
+    FILE,
+    Checkpoint,
+    named,
+    optimizer_state,
+    restore_optimizer,
+    write_json,
+)
+from ernie5.tokenizers.vision.training.driver import Length, drive
+from ernie5.tokenizers.vision.training.metrics import ssim
+from ernie5.tokenizers.vision.training.quantiser import BitBalance, quantise_straight_through
+from ernie5.tokenizers.vision.video.data import ClipSampler, VideoData, held_out_clips
+from ernie5.tokenizers.vision.video.evaluation import compare, evaluate_video, write_strips
+from ernie5.tokenizers.vision.video.model import TemporalConfig, VideoModel, count_video_parameters
+from ernie5.tokenizers.vision.video.weights import FORMAT_VERSION, load_video_weights, save_video_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ def train_video(
     """Train, evaluate, and write the slices (``video.*``), ``strips.png`` and ``metrics.json`` to ``out``.
 
     Args:
-        data: see :func:`~ernie5.tokenizers.vision.video_data.load_video_data`.
+        data: see :func:`~ernie5.tokenizers.vision.video.data.load_video_data`.
         image: the picture network, which stays as it is.
         image_digest: sha256 of its weights; the slices will fit no others.
         out: folder of the run.
@@ -85,33 +88,14 @@ def train_video(
     Returns:
         The held-out figures (of the float16 weights).
     """
-    if (minutes is None) == (steps is None):
-        raise ValueError("give either minutes or steps")
+    length = Length(minutes, steps)
     if start_from is not None:
         model, _ = load_video_weights(image, None, start_from)
     else:
         model = VideoModel(image, config)
     run = _VideoRun(data, model, image_digest, options or VideoTrainingOptions(), out)
-    if resume:
-        run.restore()
-    budget = minutes * 60 if minutes is not None else float(steps or 0)
-    next_evaluation = run.seconds + run.options.evaluate_seconds
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[note]}"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns) as progress:
-        bar = progress.add_task("video tokenizer", total=budget, note="")
-        while (spent := run.seconds if minutes is not None else float(run.step)) < budget:
-            error = run.advance(spent / budget)
-            note = f"step {run.step} {-10 * math.log10(error):.2f} dB"
-            progress.update(bar, completed=spent, note=note)
-            if run.seconds >= next_evaluation:
-                next_evaluation = run.seconds + run.options.evaluate_seconds
-                run.log()
-                run.save()
+    seconds = run.options.evaluate_seconds
+    drive(run, "video tokenizer", length, pause_seconds=seconds, resume=resume)
     run.save()
     final = run.averaged()
     with torch.no_grad():
@@ -119,7 +103,7 @@ def train_video(
             parameter.copy_(parameter.half().float())
     figures = evaluate_video(final, data)
     write_strips(final, data, out / "strips.png")
-    _write_json(out / "metrics.json", {"figures": figures, "curve": run.curve})
+    write_json(out / "metrics.json", {"figures": figures, "curve": run.curve})
     save_video_weights(
         final,
         image_digest,
@@ -187,26 +171,22 @@ class _VideoRun:
         model.past.load_state_dict(self.average)
         return model.eval()
 
+    def note(self) -> str:
+        return f"{-10 * math.log10(self.error):.2f} dB"
+
     def log(self) -> None:
         bits = self.model.image.config.bit_widths[0]
         clips = held_out_clips(self.data, self.options.frames)["animated"]
         figures = compare(self.averaged(), clips, bits)
         self.curve.append({"step": self.step, "seconds": round(self.seconds, 1), **figures})
-        _write_json(self.out / "metrics.json", {"curve": self.curve})
+        write_json(self.out / "metrics.json", {"curve": self.curve})
 
     def save(self) -> None:
-        """Write the checkpoint; the previous one stays until the new one is complete."""
-        tensors = {f"past.{name}": value for name, value in self.model.past.state_dict().items()}
-        tensors |= {f"average.{name}": value for name, value in self.average.items()}
-        for index, state in self.optimizer.state_dict()["state"].items():
-            tensors |= {f"adamw.{index}.{name}": value for name, value in state.items()}
-        tensors |= {f"balance.{name}": value for name, value in self.balance.state().items()}
-        self.out.mkdir(parents=True, exist_ok=True)
+        tensors = named("past", self.model.past.state_dict()) | named("average", self.average)
+        tensors |= named("adamw", optimizer_state(self.optimizer)) | named("balance", self.balance.state())
         counters = {"step": self.step, "seconds": self.seconds, "error": self.error, "curve": self.curve}
-        metadata = {"state": json.dumps(counters), "format": str(FORMAT_VERSION), "image": self.image_digest}
-        path = self.out / "checkpoint.safetensors"
-        save_file({k: v.contiguous() for k, v in tensors.items()}, path.with_suffix(".part"), metadata)
-        os.replace(path.with_suffix(".part"), path)
+        labels = {"format": str(FORMAT_VERSION), "image": self.image_digest}
+        Checkpoint(tensors, counters, labels).write(self.out / FILE)
 
     def restore(self) -> None:
         """Load the checkpoint of ``out``, if there is one.
@@ -214,27 +194,20 @@ class _VideoRun:
         Raises:
             ValueError: it belongs to other picture weights.
         """
-        path = self.out / "checkpoint.safetensors"
-        if not path.exists():
+        path = self.out / FILE
+        checkpoint = Checkpoint.read(path)
+        if checkpoint is None:
             return
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata()
-        if metadata["image"] != self.image_digest:
+        if checkpoint.labels["image"] != self.image_digest:
             raise ValueError(
-                f"{path} belongs to picture weights with sha256 {metadata['image']}, these have "
+                f"{path} belongs to picture weights with sha256 {checkpoint.labels['image']}, these have "
                 f"{self.image_digest}; begin a run of its own from its video.safetensors (--init)"
             )
-        tensors = load_file(path)
-        self.model.past.load_state_dict(_below(tensors, "past."))
-        self.average = _below(tensors, "average.")
-        self.balance.restore(_below(tensors, "balance."))
-        state: dict[int, dict[str, Tensor]] = {}
-        for name, value in _below(tensors, "adamw.").items():
-            index, key = name.split(".", 1)
-            state.setdefault(int(index), {})[key] = value
-        groups = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
-        counters = json.loads(metadata["state"])
+        self.model.past.load_state_dict(checkpoint.part("past"))
+        self.average = checkpoint.part("average")
+        self.balance.restore(checkpoint.part("balance"))
+        restore_optimizer(self.optimizer, checkpoint.part("adamw"))
+        counters = checkpoint.counters
         self.step, self.seconds = counters["step"], counters["seconds"]
         self.error, self.curve = counters["error"], counters["curve"]
 

@@ -21,11 +21,11 @@ from ernie5.protocol.wire import decode_span, encode_span
 from ernie5.tokenizers.vision.execution import Execution
 from ernie5.tokenizers.vision.model import VisionModel, VisionModelConfig
 from ernie5.tokenizers.vision.preprocessing import ImageLimits
-from ernie5.tokenizers.vision.temporal import TemporalConfig, VideoModel
 from ernie5.tokenizers.vision.tokenizer import VisionTokenizer
-from ernie5.tokenizers.vision.video import ClipDecoder, ClipEncoder, merge_neighbours
-from ernie5.tokenizers.vision.video_files import Clip, read_clip, write_clip
-from ernie5.tokenizers.vision.video_weights import (
+from ernie5.tokenizers.vision.video.coder import ClipDecoder, ClipEncoder, merge_neighbours
+from ernie5.tokenizers.vision.video.files import Clip, read_clip, write_clip
+from ernie5.tokenizers.vision.video.model import TemporalConfig, VideoModel
+from ernie5.tokenizers.vision.video.weights import (
     VideoWeights,
     find_video_weights,
     load_video_weights,

@@ -1,12 +1,13 @@
-"""Command lines of the semantic encoder's recipe: what `ernie-multi tokenizer train|evaluate vit` calls."""
+"""The semantic encoder of pictures: what `ernie-multi tokenizer train vit` and `evaluate vit` do."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from ernie_multi.recipes.output import command_line, show
 
 
 def train(arguments: Sequence[str] | None = None) -> None:
@@ -34,10 +35,10 @@ def train(arguments: Sequence[str] | None = None) -> None:
 
     import torch
 
-    from ernie5.tokenizers.vision.teacher import PACKAGE, find_teacher, load_teacher
-    from ernie5.tokenizers.vision.training_data import DATA_CARD
-    from ernie5.tokenizers.vision.vit_targets import load_vit_data
-    from ernie5.tokenizers.vision.vit_train import VitOptions, train_vit
+    from ernie5.tokenizers.vision.training.data import DATA_CARD
+    from ernie5.tokenizers.vision.training.teacher import PACKAGE, find_teacher, load_teacher
+    from ernie5.tokenizers.vision.vit.targets import load_vit_data
+    from ernie5.tokenizers.vision.vit.train import VitOptions, train_vit
     from ernie5.tokenizers.vision.weights_file import load_weights
 
     torch.set_num_threads(given.threads)
@@ -57,13 +58,13 @@ def train(arguments: Sequence[str] | None = None) -> None:
         resume=given.resume,
         options=VitOptions(seed=given.seed),
         card={
-            "recipe": " ".join(["ernie-multi tokenizer train vit", *map(str, arguments or sys.argv[1:])]),
+            "command": command_line("ernie-multi tokenizer train vit", arguments),
             **DATA_CARD,
         },
         beside=load_weights(given.image)[0],
         categories=_categories(),
     )
-    _show(figures, None)
+    show(figures, None)
 
 
 def evaluate(arguments: Sequence[str] | None = None) -> None:
@@ -78,14 +79,14 @@ def evaluate(arguments: Sequence[str] | None = None) -> None:
 
     import torch
 
-    from ernie5.tokenizers.vision.vit import load_vit
-    from ernie5.tokenizers.vision.vit_evaluation import encoders_of, evaluate_features
-    from ernie5.tokenizers.vision.vit_targets import load_vit_data
+    from ernie5.tokenizers.vision.vit.evaluation import encoders_of, evaluate_features
+    from ernie5.tokenizers.vision.vit.model import load_vit
+    from ernie5.tokenizers.vision.vit.targets import load_vit_data
     from ernie5.tokenizers.vision.weights_file import load_weights
 
     torch.set_num_threads(given.threads)
     encoders = encoders_of(load_weights(given.image)[0], load_vit(given.weights)[0])
-    _show(evaluate_features(encoders, load_vit_data(given.data), _categories()), given.out)
+    show(evaluate_features(encoders, load_vit_data(given.data), _categories()), given.out)
 
 
 def _categories() -> dict[str, str] | None:
@@ -103,11 +104,3 @@ def _categories() -> dict[str, str] | None:
         for emoji in emoji_names(home)
         if emoji.code in categories
     }
-
-
-def _show(figures: object, out: Path | None) -> None:
-    text = json.dumps(figures, indent=2, ensure_ascii=False)
-    print(text)
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(text + "\n", "utf-8")

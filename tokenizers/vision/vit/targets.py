@@ -22,13 +22,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ernie5.tokenizers.vision.model import STRIDE
-from ernie5.tokenizers.vision.teacher import CELL_WIDTH, WHOLE_WIDTH, Teacher
-from ernie5.tokenizers.vision.training_data import (
+from ernie5.tokenizers.vision.training.data import (
     PICTURE_FILES,
     PICTURE_GRID,
     TrainingData,
     load_training_data,
 )
+from ernie5.tokenizers.vision.training.teacher import CELL_WIDTH, WHOLE_WIDTH, Teacher
 
 TEACHER_SIDE = 160
 """Pixels at which the teacher sees a drawing. By its features 57 % of 169 held-out emoji found their like in
@@ -70,7 +70,7 @@ class Targets:
 
 
 def load_vit_data(folder: Path) -> VitData:
-    """What :func:`~ernie5.tokenizers.vision.training_data.load_training_data` reads, with the names."""
+    """What :func:`~ernie5.tokenizers.vision.training.data.load_training_data` reads, with the names."""
     arrays = load_training_data(folder)
     names: list[str] = []
     held_out: list[str] = []

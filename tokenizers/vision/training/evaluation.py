@@ -10,11 +10,13 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ernie5.kernels.scales import accumulate, quantise
+from ernie5.protocol.errors import ErnieMultiError, InvalidInputError
 from ernie5.protocol.grids import schedule_for
-from ernie5.tokenizers.vision.judge import judge_accuracy
-from ernie5.tokenizers.vision.metrics import bit_entropies, psnr, ssim
 from ernie5.tokenizers.vision.model import VisionModel
-from ernie5.tokenizers.vision.training_data import DIGIT_GRID, PICTURE_GRID, TrainingData, canvases_of
+from ernie5.tokenizers.vision.preprocessing import fit_to_canvas, open_image
+from ernie5.tokenizers.vision.training.data import DIGIT_GRID, PICTURE_GRID, TrainingData, canvases_of
+from ernie5.tokenizers.vision.training.judge import judge_accuracy
+from ernie5.tokenizers.vision.training.metrics import bit_entropies, psnr, ssim
 
 
 @torch.no_grad()
@@ -47,6 +49,38 @@ def evaluate(
     """Held-out figures of every bit width, by its number of bits: see :func:`_figures`."""
     model.eval()
     return {str(bits): _figures(model, bits, data, judge, limit) for bits in model.config.bit_widths}
+
+
+def evaluate_folder(model: VisionModel, folder: Path) -> dict[str, object]:
+    """PSNR and SSIM of the picture files below ``folder``, each bit width, on canvases of 64 x 64 pixels.
+
+    Files that are no pictures are counted as ``refused``; equal canvases count once.
+
+    Raises:
+        InvalidInputError: there is no picture.
+    """
+    found: dict[bytes, np.ndarray] = {}
+    refused = 0
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        try:
+            canvas, _ = fit_to_canvas(open_image(file.read_bytes()), PICTURE_GRID)
+        except ErnieMultiError:
+            refused += 1
+            continue
+        found[canvas.tobytes()] = canvas
+    if not found:
+        raise InvalidInputError(
+            f"{folder} holds no picture ({refused} files of other kinds)", param="pictures"
+        )
+    pictures = torch.from_numpy(np.stack(list(found.values()))).permute(0, 3, 1, 2).float() / 255
+    figures: dict[str, object] = {"pictures": len(pictures), "refused": refused}
+    for bits in model.config.bit_widths:
+        decoded, _ = reconstruct(model, pictures, PICTURE_GRID, bits=bits)
+        figures[str(bits)] = {
+            "psnr": float(psnr(decoded, pictures).mean()),
+            "ssim": float(ssim(decoded, pictures).mean()),
+        }
+    return figures
 
 
 def _figures(

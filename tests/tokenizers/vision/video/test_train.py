@@ -11,12 +11,12 @@ from safetensors.torch import load_file
 
 from ernie5.protocol.grids import GRIDS
 from ernie5.tokenizers.vision.model import VisionModel, VisionModelConfig
-from ernie5.tokenizers.vision.temporal import TemporalConfig, VideoModel, count_video_parameters
 from ernie5.tokenizers.vision.tokenizer import VisionTokenizer
-from ernie5.tokenizers.vision.training_data import TrainingData, canvases_of
-from ernie5.tokenizers.vision.video_data import ClipSampler, VideoData, held_out_clips, load_video_data
-from ernie5.tokenizers.vision.video_evaluation import compare, reconstruct_clips
-from ernie5.tokenizers.vision.video_train import VideoTrainingOptions, _VideoRun, train_video
+from ernie5.tokenizers.vision.training.data import TrainingData, canvases_of
+from ernie5.tokenizers.vision.video.data import ClipSampler, VideoData, held_out_clips, load_video_data
+from ernie5.tokenizers.vision.video.evaluation import compare, reconstruct_clips
+from ernie5.tokenizers.vision.video.model import TemporalConfig, VideoModel, count_video_parameters
+from ernie5.tokenizers.vision.video.train import VideoTrainingOptions, _VideoRun, train_video
 from ernie5.tokenizers.vision.weights_file import load_weights, save_weights
 
 OPTIONS = VideoTrainingOptions(clips=2, frames=3, learning_rate=1e-2, evaluate_seconds=1e9, seed=3)

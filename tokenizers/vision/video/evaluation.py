@@ -15,10 +15,10 @@ from torch import Tensor
 
 from ernie5.kernels.scales import accumulate, quantise
 from ernie5.protocol.grids import schedule_for
-from ernie5.tokenizers.vision.metrics import psnr, ssim
 from ernie5.tokenizers.vision.model import STRIDE
-from ernie5.tokenizers.vision.temporal import Memory, VideoModel
-from ernie5.tokenizers.vision.video_data import VideoData, held_out_clips
+from ernie5.tokenizers.vision.training.metrics import psnr, ssim
+from ernie5.tokenizers.vision.video.data import VideoData, held_out_clips
+from ernie5.tokenizers.vision.video.model import Memory, VideoModel
 
 FRAMES = 12
 

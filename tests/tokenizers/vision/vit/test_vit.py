@@ -13,12 +13,12 @@ from ernie5.protocol.errors import UnavailableError
 from ernie5.protocol.grids import GRIDS
 from ernie5.tokenizers.vision import VisionTokenizer
 from ernie5.tokenizers.vision.model import VisionModel, VisionModelConfig
-from ernie5.tokenizers.vision.teacher import Teacher
-from ernie5.tokenizers.vision.training_data import TrainingData, canvases_of
-from ernie5.tokenizers.vision.vit import VitConfig, VitModel, load_vit, save_vit
-from ernie5.tokenizers.vision.vit_evaluation import COLOURS, main_colour, probe, retrieval
-from ernie5.tokenizers.vision.vit_targets import VitData, ask_teacher, canvas_of, draw_views
-from ernie5.tokenizers.vision.vit_train import VitOptions, _Run, train_vit
+from ernie5.tokenizers.vision.training.data import TrainingData, canvases_of
+from ernie5.tokenizers.vision.training.teacher import Teacher
+from ernie5.tokenizers.vision.vit.evaluation import COLOURS, main_colour, probe, retrieval
+from ernie5.tokenizers.vision.vit.model import VitConfig, VitModel, load_vit, save_vit
+from ernie5.tokenizers.vision.vit.targets import VitData, ask_teacher, canvas_of, draw_views
+from ernie5.tokenizers.vision.vit.train import VitOptions, _Run, train_vit
 from ernie5.tokenizers.vision.weights_file import save_weights
 
 SMALL = VitConfig(width=16, layers=2, heads=2, hidden=32)
@@ -187,7 +187,7 @@ def test_views_show_the_drawing(data):
 def test_the_teacher_is_asked_once(data, teacher, tmp_path, monkeypatch):
     """Answers are kept, an interrupted call goes on, and answers for other drawings are not taken."""
     sprites = np.concatenate([data.arrays.sprites] * 5)
-    monkeypatch.setattr("ernie5.tokenizers.vision.vit_targets._SAVE_BATCHES", 1)
+    monkeypatch.setattr("ernie5.tokenizers.vision.vit.targets._SAVE_BATCHES", 1)
     asked = []
     describe = Teacher.describe
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ernie5.tokenizers.vision.model import STRIDE
-from ernie5.tokenizers.vision.training_data import (
+from ernie5.tokenizers.vision.training.data import (
     DIGIT_GRID,
     OTHER_GRIDS,
     PICTURE_GRID,

@@ -13,28 +13,32 @@ encoder.
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import cast
 
 import torch
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ernie5.tokenizers.vision.model import VisionModel, count_parameters
-from ernie5.tokenizers.vision.optimizer import Muon
-from ernie5.tokenizers.vision.teacher import CELL_WIDTH, WHOLE_WIDTH, Teacher
-from ernie5.tokenizers.vision.training_data import DIGIT_GRID, OTHER_GRIDS, PICTURE_GRID, canvases_of
-from ernie5.tokenizers.vision.vit import FORMAT_VERSION, VitConfig, VitModel, save_vit
-from ernie5.tokenizers.vision.vit_evaluation import encoders_of, evaluate_features
-from ernie5.tokenizers.vision.vit_targets import Targets, VitData, ask_teacher, canvas_of, draw_views
+from ernie5.tokenizers.vision.training.checkpoint import (
+    FILE,
+    Checkpoint,
+    named,
+    optimizer_state,
+    restore_optimizer,
+    write_json,
+)
+from ernie5.tokenizers.vision.training.data import DIGIT_GRID, OTHER_GRIDS, PICTURE_GRID, canvases_of
+from ernie5.tokenizers.vision.training.driver import Length, drive
+from ernie5.tokenizers.vision.training.optimizer import Muon
+from ernie5.tokenizers.vision.training.teacher import CELL_WIDTH, WHOLE_WIDTH, Teacher
+from ernie5.tokenizers.vision.vit.evaluation import encoders_of, evaluate_features
+from ernie5.tokenizers.vision.vit.model import FORMAT_VERSION, VitConfig, VitModel, save_vit
+from ernie5.tokenizers.vision.vit.targets import Targets, VitData, ask_teacher, canvas_of, draw_views
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +76,9 @@ def train_vit(
     """Train, evaluate, and write ``vit.safetensors``, ``vit.json`` and ``metrics.json`` to ``out``.
 
     Args:
-        data: see :func:`~ernie5.tokenizers.vision.vit_targets.load_vit_data`.
-        teacher: see :func:`~ernie5.tokenizers.vision.teacher.load_teacher`; None learns from labels only.
+        data: see :func:`~ernie5.tokenizers.vision.vit.targets.load_vit_data`.
+        teacher: see :func:`~ernie5.tokenizers.vision.training.teacher.load_teacher`; None learns from
+            labels only.
         out: folder of the run; what the teacher sees is kept there too.
         minutes: training time, in minutes of the processor, without the teacher's and the evaluation's; or
         steps: number of steps. Exactly one of the two.
@@ -87,42 +92,20 @@ def train_vit(
     Returns:
         The held-out figures (of the float16 weights).
     """
-    if (minutes is None) == (steps is None):
-        raise ValueError("give either minutes or steps")
+    length = Length(minutes, steps)
     options = options or VitOptions()
-    started = time.process_time()
     targets = None
     if teacher is not None:
         targets = ask_teacher(data.arrays.sprites, teacher, out / "targets.safetensors")
-    teacher_seconds = time.process_time() - started
     run = _Run(data, targets, config or VitConfig(), options, out)
-    if resume:
-        run.restore()
-    budget = minutes * 60 if minutes is not None else float(steps or 0)
-    next_save = run.seconds + options.save_seconds
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[note]}"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns) as progress:
-        bar = progress.add_task("semantic encoder", total=budget, note="")
-        while (spent := run.seconds if minutes is not None else float(run.step)) < budget:
-            terms = run.advance(spent / budget)
-            note = " ".join(f"{name} {value:.3f}" for name, value in terms.items())
-            progress.update(bar, completed=spent, note=f"step {run.step} {note}")
-            if run.seconds >= next_save:
-                next_save = run.seconds + options.save_seconds
-                run.log()
-                run.save()
+    drive(run, "semantic encoder", length, pause_seconds=options.save_seconds, resume=resume)
     run.log()
     run.save()
     final = run.averaged_model()
     for parameter in final.parameters():
         parameter.data = parameter.data.half().float()
     figures = evaluate_features(encoders_of(beside, final), data, categories)
-    _write_json(out / "metrics.json", {"figures": figures, "curve": run.curve})
+    write_json(out / "metrics.json", {"figures": figures, "curve": run.curve})
     save_vit(
         final,
         out / "vit.safetensors",
@@ -132,7 +115,6 @@ def train_vit(
             "parameters": count_parameters(final),
             "steps": run.step,
             "training_seconds": round(run.seconds, 1),
-            "teacher_seconds": round(teacher_seconds, 1),
             "options": asdict(options),
             "figures": figures,
         },
@@ -264,44 +246,33 @@ class _Run:
         model.load_state_dict(self.average)
         return model.eval()
 
+    def note(self) -> str:
+        return " ".join(f"{name} {value:.3f}" for name, value in self.terms.items())
+
     def log(self) -> None:
         terms = {name: round(value, 4) for name, value in self.terms.items()}
         self.curve.append({"step": self.step, "seconds": round(self.seconds, 1), **terms})
-        _write_json(self.out / "metrics.json", {"curve": self.curve})
+        write_json(self.out / "metrics.json", {"curve": self.curve})
 
     def save(self) -> None:
-        """Write the checkpoint; the previous one stays until the new one is complete."""
-        tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}
-        tensors |= {f"heads.{name}": value for name, value in self.heads.state_dict().items()}
-        tensors |= {f"average.{name}": value for name, value in self.average.items()}
+        tensors = named("model", self.model.state_dict()) | named("heads", self.heads.state_dict())
+        tensors |= named("average", self.average)
         for kind, optimizer in self.optimizers.items():
-            for index, state in optimizer.state_dict()["state"].items():
-                tensors |= {f"{kind}.{index}.{name}": value for name, value in state.items()}
-        self.out.mkdir(parents=True, exist_ok=True)
+            tensors |= named(kind, optimizer_state(optimizer))
         counters = {"step": self.step, "seconds": self.seconds, "terms": self.terms, "curve": self.curve}
-        metadata = {"state": json.dumps(counters), "format": str(FORMAT_VERSION)}
-        path = self.out / "checkpoint.safetensors"
-        save_file({k: v.contiguous() for k, v in tensors.items()}, path.with_suffix(".part"), metadata)
-        os.replace(path.with_suffix(".part"), path)
+        Checkpoint(tensors, counters, {"format": str(FORMAT_VERSION)}).write(self.out / FILE)
 
     def restore(self) -> None:
         """Load the checkpoint of ``out``, if there is one."""
-        path = self.out / "checkpoint.safetensors"
-        if not path.exists():
+        checkpoint = Checkpoint.read(self.out / FILE)
+        if checkpoint is None:
             return
-        tensors = load_file(path)
-        self.model.load_state_dict(_below(tensors, "model."))
-        self.heads.load_state_dict(_below(tensors, "heads."))
-        self.average = _below(tensors, "average.")
+        self.model.load_state_dict(checkpoint.part("model"))
+        self.heads.load_state_dict(checkpoint.part("heads"))
+        self.average = checkpoint.part("average")
         for kind, optimizer in self.optimizers.items():
-            state: dict[int, dict[str, Tensor]] = {}
-            for name, value in _below(tensors, f"{kind}.").items():
-                index, key = name.split(".", 1)
-                state.setdefault(int(index), {})[key] = value
-            groups = optimizer.state_dict()["param_groups"]
-            optimizer.load_state_dict({"state": state, "param_groups": groups})
-        with safe_open(path, framework="pt") as file:
-            counters = json.loads(file.metadata()["state"])
+            restore_optimizer(optimizer, checkpoint.part(kind))
+        counters = checkpoint.counters
         self.step, self.seconds = counters["step"], counters["seconds"]
         self.terms, self.curve = counters["terms"], counters["curve"]
 
@@ -321,13 +292,3 @@ def _standard(x: Tensor, norm: _Norm) -> Tensor:
 
 def _distance(guessed: Tensor, seen: Tensor) -> Tensor:
     return 1 - F.cosine_similarity(guessed, seen, dim=-1).mean()
-
-
-def _below(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)}
-
-
-def _write_json(path: Path, value: object) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".json.part").write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n")
-    os.replace(path.with_suffix(".json.part"), path)

@@ -7,22 +7,22 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ernie5.protocol.errors import InvalidInputError, UnavailableError
-from ernie5.tokenizers.vision.losses import (
+from ernie5.tokenizers.vision.model import VisionModelConfig
+from ernie5.tokenizers.vision.training.data import TrainingData, canvases_of
+from ernie5.tokenizers.vision.training.losses import (
     Discriminator,
     ExtraLosses,
     ExtraLossOptions,
     PerceptualLoss,
 )
-from ernie5.tokenizers.vision.model import VisionModelConfig
-from ernie5.tokenizers.vision.teacher import (
+from ernie5.tokenizers.vision.training.teacher import (
     STAGE_CHANNELS,
     RandomNetwork,
     Teacher,
     load_folded,
     load_teacher,
 )
-from ernie5.tokenizers.vision.train import TrainingOptions, _Run
-from ernie5.tokenizers.vision.training_data import TrainingData, canvases_of
+from ernie5.tokenizers.vision.training.train import TrainingOptions, _Run
 
 TRUNK = 16
 

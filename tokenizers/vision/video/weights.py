@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ernie5.tokenizers.vision.model import VisionModel
-from ernie5.tokenizers.vision.temporal import TemporalConfig, VideoModel
+from ernie5.tokenizers.vision.video.model import TemporalConfig, VideoModel
 from ernie5.tokenizers.vision.weights_file import SHIPPED_WEIGHTS as IMAGE_WEIGHTS
 from ernie5.tokenizers.vision.weights_file import read_with_card, write_with_card
 
