@@ -21,7 +21,9 @@ class AllocationConfig(BaseModel):
 
     A controller moves the threshold, or the bias of the null experts, so that the mean over the training
     tokens is ``budget``: in every layer (``scope`` layer), or over the model, so that layers compete for the
-    budget. ``speed`` is the share of the way to the value that fits the step's tokens.
+    budget. With ``by_kind`` it holds for each kind of position by itself (text, understood pictures,
+    generated pictures, sounds), and so for any mix of them, whatever was trained on. ``speed`` is the share
+    of the way to the value that fits the step's tokens.
 
     What a router is sure of need not be easy. With ``complexity_weight`` each layer also guesses how hard a
     token is, from its representation, and moves that token's threshold (or its null experts' bias)
@@ -34,6 +36,7 @@ class AllocationConfig(BaseModel):
     budget: float = Field(default=2.0, ge=1)
     least: int = Field(default=1, ge=1)
     scope: Literal["layer", "model"] = "layer"
+    by_kind: bool = True
     null_experts: int = Field(default=8, ge=1)
     speed: float = Field(default=0.3, gt=0, le=1)
     complexity_weight: float = Field(default=4.0, ge=0)

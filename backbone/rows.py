@@ -59,6 +59,11 @@ class RowBatch:
     def samples(self) -> int:
         return int(self.sample.max()) + 1
 
+    def real(self) -> Tensor:
+        """bool ``[B * N]``: False for padding."""
+        held = torch.tensor([sum(lengths) for lengths in self.lengths])
+        return (torch.arange(self.shape[1]) < held[:, None]).flatten()
+
     def plan(self) -> MaskPlan:
         """The rows' mask, prepared once: it has to live until the backward pass."""
         if self._plan is None:

@@ -62,7 +62,7 @@ def main() -> None:
             fresh = run(options, options.work, facts)
     results = committed()
     if fresh is not None and fresh["steps"] == STEPS:
-        results[fresh["seed"]] = fresh
+        results[fresh["seed"]] = joined(results.get(fresh["seed"]), fresh)
     if fresh is not None and options.save:
         RESULTS.mkdir(exist_ok=True)
         path = RESULTS / f"elastic-seed{fresh['seed']}.json"
@@ -147,6 +147,17 @@ def draw(options: argparse.Namespace, results: Mapping[int, Mapping[str, Any]]) 
         }
         if all(folder.exists() for folder in runs.values()):
             draw_curves(runs, options.pictures / "elastic_curves.png")
+
+
+def joined(before: Mapping[str, Any] | None, fresh: Mapping[str, Any]) -> dict[str, Any]:
+    """A seed's result with the arms of a fresh run added or replaced, so that arms can be run one by one.
+
+    Machine and latency are those of the run that timed the elastic arm.
+    """
+    if before is None:
+        return dict(fresh)
+    timed = fresh if "latency" in fresh else before
+    return {**timed, "arms": {**before["arms"], **fresh["arms"]}}
 
 
 def committed() -> dict[int, dict[str, Any]]:

@@ -4,11 +4,13 @@
 
 Trains a small backbone on one core, once for each arm and seed, on the same samples of the mini corpus, and
 measures held-out samples: loss by modality, mean experts a token, Spearman's correlation of experts and loss
-with its bootstrap interval, dead experts. The last line is JSON.
+with its bootstrap interval, dead experts. Limits of a dynamic allocation are fitted to other held-out samples
+first; the mean before that is told too, and for the kinds of position one by one. The last line is JSON.
 
-Arms: ``fixed`` gives every token the budget; ``threshold`` and ``null`` hold it in the mean; ``confidence``
-is ``threshold`` without the guess of each token's difficulty; ``isolated`` and ``turns`` are ``fixed`` with
-experts isolated by kind of position and with a round-robin warm-up.
+Arms: ``fixed`` gives every token the budget; ``threshold`` and ``null`` hold it in the mean of each kind of
+position, ``pooled`` and ``pooled-null`` only in that of all; ``confidence`` is ``threshold`` without the
+guess of each token's difficulty; ``isolated`` and ``turns`` are ``fixed`` with experts isolated by kind of
+position and with a round-robin warm-up.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import numpy as np
 import torch
 
 from ernie5.backbone.config import BackboneConfig, ElasticConfig, preset
+from ernie5.backbone.elastic.budget import fit_budget, mean_experts
 from ernie5.backbone.evaluation.allocation import rank_correlation, token_costs
 from ernie5.backbone.evaluation.routing import calibration_rows, routing_table
 from ernie5.backbone.layout import lay_out
@@ -44,6 +47,8 @@ ARMS: dict[str, dict[str, Any]] = {
     "fixed": {},
     "threshold": {"allocation": {"policy": "threshold", "budget": BUDGET}},
     "null": {"allocation": {"policy": "null", "budget": BUDGET}},
+    "pooled": {"allocation": {"policy": "threshold", "budget": BUDGET, "by_kind": False}},
+    "pooled-null": {"allocation": {"policy": "null", "budget": BUDGET, "by_kind": False}},
     "confidence": {"allocation": {"policy": "threshold", "budget": BUDGET, "complexity_weight": 0}},
     "isolated": {"pool": "isolated"},
     "turns": {"round_robin_steps": 30},
@@ -99,12 +104,19 @@ def measure(
     reports = list(trainer.run(endless(train, seed)))
     vocabulary = UnifiedVocabulary(config.text_vocabulary)
     model = trainer.model.eval()
-    rows = calibration_rows((lay_out(sample, config, vocabulary) for sample in test), config, length=ROW)
+    calibration, rows = (
+        calibration_rows((lay_out(sample, config, vocabulary) for sample in part), config, length=ROW)
+        for part in (test[::3], [sample for number, sample in enumerate(test) if number % 3])
+    )
+    unfitted = mean_experts(model, rows)
+    if unfitted is not None:
+        fit_budget(model, calibration)
     table = routing_table(model, rows)
     costs = token_costs(model, rows)
     late = [report.experts_per_token or BUDGET for report in reports[len(reports) // 2 :]]
     result: dict[str, Any] = {
         "experts_training": round(float(np.mean(late)), 3),
+        "experts_held_out_unfitted": None if unfitted is None else round(unfitted, 3),
         "experts_held_out": round(float(table.use.sum() / table.tokens.sum() / config.layers), 3),
         "experts_by_kind": {
             name: round(float(np.nanmean(values)), 2)

@@ -33,6 +33,7 @@ for command in (
     *(models.routing, models.export, models.elastic, models.grow, models.export_hf, models.import_hf),
 ):
     app.command()(command)
+app.command("import", hidden=True)(models.import_hf)  # the shorter name
 app.add_typer(corpus.app, name="corpus")
 app.add_typer(tokenizer.app, name="tokenizer")
 

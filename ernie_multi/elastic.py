@@ -86,9 +86,10 @@ def export(
         raise InvalidInputError(
             "nothing to leave out: give --depth, --experts, --top-k or a budget", param="depth"
         )
-    open_tasks(data, "train", tasks)
+    for split in ("train", "test") if budgeted else ("train",):
+        open_tasks(data, split, tasks)
     console = Console(stderr=True)
-    model = _open(folder)
+    model = open_model(folder, *shares)
     figures: dict[str, Any] = {}
     if budgeted:
         subnetwork, figures = _within_budgets(model, memory, latency, data, tasks, samples, seed, console)
@@ -133,10 +134,16 @@ def elastic(
         samples: samples of each task, for calibration and again for the held-out loss.
         latency: time each sub-model too.
         plot: where the picture goes; default: ``elastic.png`` in the model's folder.
+
+    Raises:
+        InvalidInputError: no such model, corpus or task.
+        TokenizerMismatchError: the model was trained with other tokenizers.
     """
     folder = find_model(checkpoint)
+    for split in ("train", "test"):
+        open_tasks(data, split, tasks)
     console = Console(stderr=True)
-    model = _open(folder)
+    model = open_model(folder)
     points = _surface(model, data, tasks, samples, seed, console, memory=True, latency=latency)
     picture = plot or folder / "elastic.png"
     draw(points, picture, model.model.config.name)
@@ -147,8 +154,23 @@ def elastic(
     print(f"plot: {picture}")
 
 
-def _open(folder: Path) -> LocalModel:
-    """A model whose tokenizers are all the installed ones: checked before anything is measured."""
+def open_model(
+    folder: Path, depth: float | None = None, experts: float | None = None, top_k: int | None = None
+) -> LocalModel:
+    """A model that has the sub-network asked for, and whose tokenizers are all the installed ones.
+
+    Checked before anything is measured, the sub-network before the weights are read.
+
+    Raises:
+        InvalidInputError: no layer or expert left, or k above the active experts or the model's own.
+        TokenizerMismatchError: the model was trained with other tokenizers.
+    """
+    from ernie5.backbone.elastic.subnetwork import checked_top_k, expert_count, layer_count
+    from ernie5.backbone.training.checkpoint import read_config
+
+    config, _ = read_config(folder)
+    layer_count(config, depth)
+    checked_top_k(config, top_k, expert_count(config, experts))
     model = LocalModel(folder)
     for service in TOKENIZERS:
         model.tokenizer(service)
@@ -251,7 +273,6 @@ def _of_shares(
     from ernie5.backbone.elastic.subnetwork import checked_top_k, expert_count, whole
 
     config = model.model.config
-    # Impossible requests fail here, before anything is read.
     k = checked_top_k(config, top_k, expert_count(config, experts))
     passes = selection_passes(config, depth, experts)
     if not passes:

@@ -33,6 +33,7 @@ def run(
     depth: float | None = None,
     width: float | None = None,
     top_k: int | None = None,
+    fit_budget: bool = False,
     console: Console | None = None,
 ) -> RoutingTable:
     """Measure routing on samples spread over a corpus; print it, and write a picture and JSON to ``out``.
@@ -40,24 +41,39 @@ def run(
     Args:
         checkpoint: a model folder or a run; None takes the newest.
         depth, width, top_k: a sub-network instead of the whole model.
+        fit_budget: first fit the limits of a dynamic allocation to every other row and write them into the
+            model's folder; the rows between are then measured.
 
     Raises:
-        InvalidInputError: no such model, corpus or sub-network, or no sample that fits a row.
+        InvalidInputError: no such model, corpus or sub-network, no sample that fits a row, or no budget to
+            fit.
+        TokenizerMismatchError: the model was trained with other tokenizers.
     """
     from ernie5.backbone.elastic.subnetwork import choose_subnetwork
     from ernie5.backbone.evaluation.allocation import rank_correlation, token_costs
     from ernie5.backbone.evaluation.routing import routing_table
     from ernie5.backbone.evaluation.routing_plots import routing_png
-    from ernie_multi.local import LocalModel
+    from ernie_multi.elastic import open_model
 
     console = console or Console()
     folder = find_model(checkpoint)
-    model = LocalModel(folder)
+    model = open_model(folder, depth, width, top_k)
+    if fit_budget and model.model.config.router.allocation.policy == "fixed":
+        raise InvalidInputError(
+            f"{folder} gives every token {model.model.config.top_k} experts: there is no budget to fit",
+            param="fit_budget",
+        )
+    if fit_budget and (depth, width, top_k) != (None, None, None):
+        raise InvalidInputError(
+            "the budget is that of the whole model; fit it without depth, experts and k", param="fit_budget"
+        )
     chosen = None
     if (depth, width, top_k) != (None, None, None):
         chosen = choose_subnetwork(model.model, depth, width, top_k)
     with console.status(f"reading {samples} samples of {data}"):
         rows = corpus_rows(model, data, split, samples, row_length)
+    if fit_budget:
+        rows = _fit(model, rows, console)
     table = routing_table(model.model, rows, chosen)
     figures = {"model": str(folder), "data": data, "split": split, **table.as_json()}
     show(table, console)
@@ -75,6 +91,29 @@ def run(
     (out / FIGURES).write_text(json.dumps(figures, indent=1) + "\n")
     console.print(f"picture: {out / PICTURE}   figures: {out / FIGURES}", soft_wrap=True)
     return table
+
+
+def _fit(model: LocalModel, rows: Sequence[RowBatch], console: Console) -> Sequence[RowBatch]:
+    """Fit the budget to every other row and write the limits; returns the others."""
+    from ernie5.backbone.elastic.budget import fit_budget, mean_experts
+    from ernie5.backbone.training.checkpoint import save_model
+
+    if len(rows) < 2:
+        raise InvalidInputError(
+            "the budget is fitted to half of the rows and checked on the others, but the samples fill only "
+            "one; give more samples",
+            param="samples",
+        )
+    others = rows[1::2]
+    before = mean_experts(model.model, others)
+    fit_budget(model.model, rows[::2])
+    save_model(model.folder, model.model, model.hashes)
+    budget = model.model.config.router.allocation.budget
+    console.print(
+        f"budget of {budget:g} experts a token fitted to {len(rows[::2])} rows; on {len(others)} others "
+        f"{mean_experts(model.model, others):.3f}, before {before:.3f}"
+    )
+    return others
 
 
 def corpus_rows(

@@ -137,10 +137,7 @@ def observe(
         layers = None if subnetwork is None else subnetwork.layers
         with torch.inference_mode():
             outputs = model(batch, layers=layers, routing=routing)
-        real = torch.zeros(batch.shape, dtype=torch.bool)
-        for index, lengths in enumerate(batch.lengths):
-            real[index, : sum(lengths)] = True
-        yield batch, outputs, routing, real.flatten()
+        yield batch, outputs, routing, batch.real()
 
 
 def routing_table(

@@ -1,7 +1,8 @@
 """How many of its top_k slots a token opens, and the controller that holds the mean to a budget.
 
 Slot j of a token has a price, ascending in j, and opens where the price is below a limit that all tokens
-of a layer share; the first ``least`` slots always open. Two ways to price:
+of a layer share that are of one kind of position (all of them, with ``by_kind`` off); the first ``least``
+slots always open. Two ways to price:
 
 * threshold: minus the log of the share of the scores that the slots before it leave over. "Price below the
   limit" then reads: the fewest experts whose scores reach a threshold (arXiv 2403.07652), 1 - exp(-limit).
@@ -23,15 +24,39 @@ import torch
 from torch import Tensor
 
 from ernie5.backbone.config import AllocationConfig
+from ernie5.backbone.rows import GROUPS
 
 BINS = 8192
 PRICES = (-16.0, 16.0)  # nats; those beyond count at the ends
 _FLOOR = 1e-7
 
 
-def initial_limit(allocation: AllocationConfig) -> float:
-    """The limit before the first step: a threshold of one half, null experts without bias."""
-    return math.log(2) if allocation.policy == "threshold" else 0.0
+def limit_count(allocation: AllocationConfig) -> int:
+    """G, limits of a layer: one for each kind of position, or one for all; none of a fixed allocation."""
+    if allocation.policy == "fixed":
+        return 0
+    return len(GROUPS) if allocation.by_kind else 1
+
+
+def initial_limits(allocation: AllocationConfig) -> Tensor:
+    """float32 ``[G]``: limits before the first step, a threshold of one half, null experts without bias."""
+    return torch.full((limit_count(allocation),), math.log(2) if allocation.policy == "threshold" else 0.0)
+
+
+def limits_of(limit_G: Tensor, group_T: Tensor | None) -> Tensor:
+    """The limit of each token, ``[T, 1]``, or the only one, ``[1]``.
+
+    Raises:
+        ValueError: limits by kind of position, and the tokens' kinds are not told.
+    """
+    if len(limit_G) == 1:
+        return limit_G
+    if group_T is None:
+        raise ValueError(
+            "a budget held by kind of position needs Routing.group, the kind of each token; a batch of "
+            "packed rows has it as batch.group"
+        )
+    return limit_G.index_select(0, group_T.long())[:, None]
 
 
 def threshold_prices(score_Tk: Tensor, total_T1: Tensor) -> Tensor:
@@ -66,22 +91,27 @@ def null_prices(score_Tk: Tensor, null_Tn: Tensor, least: int) -> Tensor:
 
 
 def open_slots(price_Tk: Tensor, limit: Tensor, least: int) -> Tensor:
-    """int64 ``[T]``: slots that open, ``least`` of them whatever they cost."""
+    """int64 ``[T]``: slots below the limit (see :func:`limits_of`) open, ``least`` whatever they cost."""
     opened = price_Tk < limit
     opened[:, :least] = True
     # Prices ascend but for rounding; a slot opens only after those before it.
     return opened.long().cumprod(-1).sum(-1)
 
 
-def count_prices(price_Tk: Tensor, allocation: AllocationConfig) -> Tensor:
-    """int64 ``[BINS]``: histogram of the prices that the limit decides about; sums over rows and ranks."""
+def count_prices(price_Tk: Tensor, allocation: AllocationConfig, group_T: Tensor | None = None) -> Tensor:
+    """int64 ``[G, BINS]``: histogram of the prices that each limit decides about; rows and ranks add up."""
     low, high = PRICES
-    bins = ((price_Tk[:, allocation.least :].flatten() - low) * (BINS / (high - low))).floor()
-    return torch.bincount(bins.clamp(0, BINS - 1).long(), minlength=BINS)
+    limits = limit_count(allocation)
+    bins = ((price_Tk[:, allocation.least :] - low) * (BINS / (high - low))).floor()
+    bins = bins.clamp(0, BINS - 1).long()
+    if limits > 1:
+        assert group_T is not None
+        bins = bins + BINS * group_T.long()[:, None]
+    return torch.bincount(bins.flatten(), minlength=limits * BINS).view(limits, BINS)
 
 
 def fitting_limit(prices: Tensor, allocation: AllocationConfig, top_k: int) -> float | None:
-    """The limit at which these prices (a histogram) open ``budget`` slots in the mean; None without any."""
+    """The limit at which these prices (one histogram) open ``budget`` slots in the mean; None without any."""
     total = int(prices.sum())
     if total == 0 or top_k == allocation.least:
         return None

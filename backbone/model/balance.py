@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ernie5.backbone.config import BackboneConfig
 from ernie5.backbone.execution import moved, on_host
-from ernie5.backbone.model.allocation import BINS
+from ernie5.backbone.model.allocation import BINS, limit_count
 from ernie5.backbone.model.experts import SparseFeedForward
 from ernie5.backbone.model.router import Routing
 
@@ -25,7 +25,7 @@ class RoutingSums:
     Attributes:
         load: float32 ``[L, E]``, tokens an expert got.
         opened: float64 ``[L, 2]``, slots that tokens need under a dynamic allocation, and tokens.
-        prices: int64 ``[L, bins]``, histogram of the slots' prices.
+        prices: int64 ``[L, G, bins]``, histograms of the slots' prices by the limit that decides about them.
     """
 
     load: Tensor
@@ -43,7 +43,13 @@ class RoutingSums:
         sums = cls(
             torch.zeros(config.layers, config.experts, device=device),
             torch.zeros(config.layers, 2, dtype=torch.float64, device=device),
-            torch.zeros(config.layers, BINS, dtype=torch.int64, device=device),
+            torch.zeros(
+                config.layers,
+                limit_count(config.router.allocation),
+                BINS,
+                dtype=torch.int64,
+                device=device,
+            ),
         )
         for routing in routings:
             for total, parts in (
@@ -71,11 +77,17 @@ class RoutingSums:
         for index, layer in enumerate(layers):
             if self.load[index].any():
                 layer.balance(moved(self.load[index], layer.selection_bias.device))
+        self.hold_budget(config, layers)
+
+    def hold_budget(
+        self, config: BackboneConfig, layers: Sequence[SparseFeedForward], share: float | None = None
+    ) -> None:
+        """Move each layer's limits a ``share`` of the way (None: the configured one) to those that fit."""
         allocation = config.router.allocation
         if allocation.policy != "fixed":
             pooled = allocation.scope == "model"
             for index, layer in enumerate(layers):
-                layer.hold_budget(self.prices.sum(0) if pooled else self.prices[index])
+                layer.hold_budget(self.prices.sum(0) if pooled else self.prices[index], share)
 
     def imbalance(self) -> float:
         """Load of the busiest expert over the mean, in the mean over layers."""

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ernie5.backbone.config import BackboneConfig
-from ernie5.backbone.model.allocation import fitting_limit, initial_limit
+from ernie5.backbone.model.allocation import fitting_limit, initial_limits
 from ernie5.backbone.model.router import Routing, account, bias_step, decide, group_mask, orthogonality
 from ernie5.kernels.experts import sparse_swiglu
 
@@ -30,7 +30,7 @@ class SparseFeedForward(nn.Module):
         # What a dynamic allocation needs exists only with it: weights of a fixed one stay as they were.
         allocation = config.router.allocation
         self.price_limit: Tensor | None
-        limit = None if allocation.policy == "fixed" else torch.tensor(initial_limit(allocation))
+        limit = None if allocation.policy == "fixed" else initial_limits(allocation)
         self.register_buffer("price_limit", limit)
         nulls = allocation.null_experts if allocation.policy == "null" else 0
         self.null_router = nn.Parameter(torch.empty(nulls, width)) if nulls else None
@@ -93,10 +93,15 @@ class SparseFeedForward(nn.Module):
         self.selection_bias += self.router_config.bias_speed * bias_step(load, groups)
 
     @torch.no_grad()
-    def hold_budget(self, prices: Tensor) -> None:
-        """Move the limit of a dynamic allocation towards the one that fits a step's prices (a histogram)."""
+    def hold_budget(self, prices: Tensor, share: float | None = None) -> None:
+        """Move the limits of a dynamic allocation towards those that fit a step's prices, ``[G, bins]``.
+
+        ``share`` is that of the way; None takes the configured ``speed``.
+        """
         assert self.price_limit is not None
         allocation = self.router_config.allocation
-        fitting = fitting_limit(prices, allocation, self.top_k)
-        if fitting is not None:
-            self.price_limit += allocation.speed * (fitting - self.price_limit)
+        share = allocation.speed if share is None else share
+        for number, histogram in enumerate(prices):
+            fitting = fitting_limit(histogram, allocation, self.top_k)
+            if fitting is not None:
+                self.price_limit[number] += share * (fitting - self.price_limit[number])

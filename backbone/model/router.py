@@ -20,6 +20,7 @@ from ernie5.backbone.config import BackboneConfig, RouterConfig
 from ernie5.backbone.execution import moved
 from ernie5.backbone.model.allocation import (
     count_prices,
+    limits_of,
     null_prices,
     open_slots,
     threshold_prices,
@@ -34,7 +35,8 @@ class Routing:
         expert_mask: bool ``[S, L, E]`` per sample and layer; None allows all.
         top_k: int64 ``[S, L]`` per sample and layer; None uses the model's.
         sample: int64 ``[T]``, the sample of each token; needed with the two above.
-        group: ``[T]``, the kind of position of each token; needed where the pool is isolated by kind.
+        group: ``[T]``, the kind of position of each token; needed where the pool is isolated or the budget of
+            a dynamic allocation held by kind.
         experts: per layer the int64 ids in play, or None for all: a fixed sub-network. The router's rows are
             sliced before its product, so an extracted sub-model computes the very same numbers.
         fixed_top_k: k of a fixed sub-network, per layer or None.
@@ -43,7 +45,7 @@ class Routing:
         counted: bool ``[T]``: tokens that count as load; padding does not.
         load: per layer, tokens that chose each expert ``[E]`` among the counted full-width ones.
         opened: per layer, float64 ``[2]``: experts that those tokens need, and their number.
-        prices: per layer, the histogram that moves the limit of a dynamic allocation.
+        prices: per layer, the histograms that move the limits of a dynamic allocation.
         estimates: per layer, float32 ``[T]``, how hard it guessed each token to be; kept where load is
             counted.
         choices: per layer ``[T, k]`` chosen experts, -1 where a slot is off; kept when ``keep_choices``.
@@ -136,11 +138,11 @@ def decide(
             ``top_k`` is that of a sub-network.
         groups: bool ``[G, E]`` of an isolated pool.
         null_logits: float32 ``[T, n]`` of null experts.
-        limit: of the slots' prices, see :mod:`ernie5.backbone.model.allocation`.
+        limit: ``[G]``, of the slots' prices, see :mod:`ernie5.backbone.model.allocation`.
         estimate: float32 ``[T]``, how hard each token is guessed to be.
 
     Raises:
-        ValueError: an isolated pool whose tokens' kinds are not told, or with no expert left for one of them.
+        ValueError: the tokens' kinds are needed and not told, or an isolated pool has no expert left for one.
     """
     allowed = None
     if groups is not None:
@@ -163,6 +165,7 @@ def decide(
     valid = needed = prices = whole = None
     if limit is not None:
         usable = scores if allowed is None else scores.masked_fill(~allowed, 0)
+        limit = limits_of(limit, routing.group)
         prices, needed, whole = _allocate(usable, null_scores, limit, estimate, config, slots)
         valid = _first(needed, top_k)
     if routing.top_k is not None:
@@ -287,7 +290,8 @@ def account(
     if decision.needed is not None and decision.prices is not None:
         needed = decision.needed[counted]
         routing.opened[layer] = torch.stack((needed.sum(), counted.sum())).double()
-        routing.prices[layer] = count_prices(decision.prices[counted], config.allocation)
+        group = None if routing.group is None else routing.group[counted]
+        routing.prices[layer] = count_prices(decision.prices[counted], config.allocation, group)
     if config.auxiliary_weight and bool(counted.any()):
         routing.auxiliary.append(
             config.auxiliary_weight * _imbalance(decision, slots, counted, groups, routing)

@@ -359,10 +359,7 @@ class Trainer:
         )
 
     def _routing(self, batch: RowBatch, draws: StepDraws) -> Routing:
-        real = torch.zeros(batch.shape, dtype=torch.bool)
-        for index, lengths in enumerate(batch.lengths):
-            real[index, : sum(lengths)] = True
-        return draws.routing(batch.sample.flatten(), batch.samples, real.flatten(), batch.group.flatten())
+        return draws.routing(batch.sample.flatten(), batch.samples, batch.real(), batch.group.flatten())
 
     def _gradients(
         self, layers: tuple[int, ...], batch: RowBatch, routing: Routing, counts: dict[str, float]

@@ -13,6 +13,7 @@ from ernie5.backbone.model.regions import Regions
 from ernie5.backbone.model.transformer import Backbone
 from ernie5.backbone.objectives.next_group import Losses, LossWeights, loss_sums, weighted_loss
 from ernie5.backbone.rows import RowBatch, pack
+from ernie5.backbone.training.trainer import Trainer, TrainingConfig
 from tests.backbone.samples import NANO, VOCABULARY, mixed, picture, sequence, sound, text
 from tests.backbone.test_inference import HASHES, loud, run
 
@@ -132,8 +133,23 @@ def test_placing_compiles_only_when_asked():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # most of it in the code generator, on however little of a core
 def test_generated_code_equals_plain():
     plain, (fast, losses) = Backbone(NANO, seed=3), compiled_model("inductor")
     expect_equal(plain, fast, losses, batch_of(0, 2, 96))
     expect_equal(plain, fast, losses, batch_of(1, 1, 128), layers=(0, 3))
     assert graphs() == 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_compiled_training_run_has_the_losses_of_the_plain_one(tmp_path):
+    training = TrainingConfig(steps=4, rows=2, row_length=96, warmup=2, threads=1, checkpoint_every=4)
+    losses = []
+    for compiled in (False, True):
+        stream = ((number, mixed(np.random.default_rng(number), number)) for number in range(1000))
+        out = tmp_path / str(compiled)
+        trainer = Trainer(NANO, training, out, {}, execution=Execution(device="cpu", compile=compiled))
+        losses.append([report.loss for report in trainer.run(stream)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert losses[1] != losses[0]  # other code did it

@@ -39,7 +39,7 @@ def test_the_threshold_opens_the_fewest_experts_that_reach_it(score, least):
     allocation = AllocationConfig(policy="threshold", budget=3, least=least)
     config = RouterConfig(score=score, allocation=allocation)
     bias = 0.05 * torch.randn(EXPERTS, generator=torch.Generator().manual_seed(9))
-    price = torch.tensor(-np.log(1 - limit))
+    price = torch.tensor([-np.log(1 - limit)])
     decision = decide(logits, bias, config, Routing(), 0, top_k=TOP_K, slots=TOP_K, limit=price)
     scores = torch.softmax(logits, -1) if score == "softmax" else torch.sigmoid(logits)
     share = scores / scores.sum(-1, keepdim=True)
@@ -62,7 +62,7 @@ def test_null_experts_win_the_slots_they_would_win_in_one_ranking(least):
     bias = 0.02 * torch.randn(EXPERTS, generator=torch.Generator().manual_seed(3))
     allocation = AllocationConfig(policy="null", budget=3, least=least, null_experts=7)
     config = RouterConfig(allocation=allocation)
-    limit = torch.tensor(-null_bias)
+    limit = torch.tensor([-null_bias])
     decision = decide(
         logits, bias, config, Routing(), 0, top_k=TOP_K, slots=TOP_K, null_logits=null_logits, limit=limit
     )
@@ -85,9 +85,10 @@ def test_null_experts_win_the_slots_they_would_win_in_one_ranking(least):
 def test_the_fitting_limit_meets_the_budget():
     generator = torch.Generator().manual_seed(4)
     for policy, budget in (("threshold", 1.0), ("threshold", 2.5), ("threshold", 8.0), ("null", 3.25)):
-        allocation = AllocationConfig(policy=policy, budget=budget)
+        allocation = AllocationConfig(policy=policy, budget=budget, by_kind=False)
         price = torch.rand(3000, TOP_K, generator=generator).sort(-1).values
-        limit = fitting_limit(count_prices(price, allocation), allocation, TOP_K)
+        (histogram,) = count_prices(price, allocation)
+        limit = fitting_limit(histogram, allocation, TOP_K)
         mean = open_slots(price, torch.tensor(limit), 1).double().mean()
         assert abs(mean - budget) < 0.02 * budget
     assert fitting_limit(torch.zeros(BINS, dtype=torch.int64), allocation, TOP_K) is None
@@ -96,7 +97,7 @@ def test_the_fitting_limit_meets_the_budget():
 @pytest.mark.parametrize("policy", ["threshold", "null"])
 @pytest.mark.parametrize("scope", ["layer", "model"])
 def test_the_controller_holds_the_mean_though_the_inputs_change(policy, scope):
-    config = configured(policy, allocation={"scope": scope})
+    config = configured(policy, allocation={"scope": scope, "by_kind": False})
     layers = [SparseFeedForward(config) for _ in range(config.layers)]
     generator = torch.Generator().manual_seed(5)
     for number, layer in enumerate(layers):
@@ -123,13 +124,49 @@ def test_the_controller_holds_the_mean_though_the_inputs_change(policy, scope):
 
 
 @pytest.mark.parametrize("policy", ["threshold", "null"])
+def test_a_budget_held_by_kind_holds_for_other_mixes(policy):
+    generator = torch.Generator().manual_seed(7)
+    # Each kind has a spread of its own: routers are surer of the later ones.
+    spread = torch.tensor([0.3, 1.0, 2.0, 4.0])
+
+    def tokens(*counts: int) -> tuple[torch.Tensor, torch.Tensor]:
+        kind = torch.arange(4).repeat_interleave(torch.tensor(counts))
+        return torch.randn(len(kind), NANO.width, generator=generator) * spread[kind, None], kind
+
+    means = {}
+    for by_kind in (True, False):
+        config = configured(policy, layers=2, allocation={"by_kind": by_kind})
+        layer = SparseFeedForward(config)
+        for number, parameter in enumerate(layer.parameters()):
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+            parameter.data = 0.2 * noise
+        for _ in range(40):
+            x, kind = tokens(700, 100, 150, 50)
+            routing = Routing(counted=torch.ones(len(x), dtype=torch.bool), group=kind)
+            layer(x, routing, 0)
+            layer.hold_budget(routing.prices[0])
+        x, kind = tokens(300, 300, 300, 2100)
+        routing = Routing(keep_choices=True, group=kind)
+        layer(x, routing, 0)
+        means[by_kind] = float((routing.choices[0] >= 0).sum(-1).double().mean())
+    assert abs(means[True] - 3.0) < 0.05 * 3.0
+    assert abs(means[False] - 3.0) > 0.05 * 3.0
+
+
+def test_a_budget_held_by_kind_needs_to_know_the_kinds():
+    layer = SparseFeedForward(configured("threshold"))
+    with pytest.raises(ValueError, match=r"needs Routing\.group"):
+        layer(torch.zeros(4, NANO.width), Routing(), 0)
+
+
+@pytest.mark.parametrize("policy", ["threshold", "null"])
 def test_the_router_learns_also_where_one_expert_is_chosen(policy):
     config = configured(policy, allocation={"budget": 1.0})
     layer = SparseFeedForward(config)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     layer.price_limit.fill_(-99.0)  # nothing is that cheap
-    routing = Routing(keep_choices=True)
+    routing = Routing(keep_choices=True, group=torch.arange(20) % 4)
     layer(torch.randn(20, config.width), routing, 0).square().sum().backward()
     assert ((routing.choices[0] >= 0).sum(-1) == 1).all()
     assert layer.router.grad.abs().sum() > 0
@@ -184,8 +221,8 @@ def test_limits_survive_a_checkpoint_and_training_goes_on_to_the_bit(policy, tmp
     list(again.run(stream(again.position)))
     for name, value in whole.model.state_dict().items():
         assert torch.equal(value, again.model.state_dict()[name]), name
-    limits = [float(whole.model.feed_forward(index).price_limit) for index in range(config.layers)]
-    assert len(set(limits)) > 1
+    limits = [whole.model.feed_forward(index).price_limit.tolist() for index in range(config.layers)]
+    assert len({limit for layer in limits for limit in layer}) > 4
 
 
 def test_a_fixed_allocation_reports_no_mean(tmp_path):

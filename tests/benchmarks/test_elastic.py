@@ -72,6 +72,33 @@ def test_figures_follow_from_the_scores(monkeypatch):
     assert mean["retention_keep5of8_gain"] == pytest.approx(0.4)
 
 
+def test_arms_of_a_seed_can_be_run_one_by_one(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import elastic
+
+    before = {"seed": 0, "arms": {"fixed": 1, "elastic": 2}, "machine": "old", "latency": {"k1": 3}}
+    alone = {"seed": 0, "arms": {"small-k1": 4}, "machine": "new"}
+    after = elastic.joined(before, alone)
+    assert after == before | {"arms": {"fixed": 1, "elastic": 2, "small-k1": 4}}
+    timed = {"seed": 0, "arms": {"elastic": 5}, "machine": "new", "latency": {"k1": 6}}
+    assert elastic.joined(after, timed) == timed | {"arms": after["arms"] | {"elastic": 5}}
+    assert elastic.joined(None, alone) == alone
+
+
+def test_networks_trained_alone_are_as_small_as_the_sub_models(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import elastic
+    from _elastic_arms import ARMS, network_of
+    from _elastic_evaluation import SUBMODELS
+
+    whole = network_of(ARMS["fixed"])
+    for name, arm in elastic.SMALL.items():
+        layers, experts, top_k = SUBMODELS[name]
+        network = network_of(ARMS[arm])
+        wanted = (layers or whole.layers, experts or whole.experts, top_k or whole.top_k)
+        assert (network.layers, network.experts, network.top_k) == wanted, name
+
+
 @pytest.mark.slow
 def test_a_tiny_run_goes_through(tmp_path):
     result = last_line("--tiny", "--seed", "99", "--work", str(tmp_path))

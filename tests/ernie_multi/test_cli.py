@@ -60,6 +60,7 @@ INVOCATIONS = [
     ],
     ["export-hf", "m", "o", "--depth", "0.5", "--width", "0.5", "--top-k", "1", "--dtype", "bfloat16"],
     ["import-hf", "h", "o", "--experts", "4", "--top-k", "1", "--expert-width", "16", "--seed", "1"],
+    ["import", "h", "o", "--experts", "4", "--top-k", "1", "--expert-width", "16", "--seed", "1"],
     ["export", "m", "o", "--depth", "0.6", "--budget-memory", "20MB", "--tune", "3", "--tasks", "a,b"],
     ["elastic", "m", "--no-latency", "--json"],
     ["modalities", "--json"],
