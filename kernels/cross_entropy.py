@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from ernie5.kernels.checks import require_tensor
+
 _CHUNK = 1 << 19  # logits at a time: two megabytes in float32
 
 
@@ -27,8 +29,20 @@ def linear_cross_entropy(hidden_nd: Tensor, head_Vd: Tensor, target_n: Tensor, w
         weight_n: weight of each position; no gradient flows to it.
 
     Raises:
-        ValueError: shapes that don't fit one another.
+        ValueError: shapes that don't fit one another, targets that are no whole numbers or, on CPUs, beyond
+            the head's rows.
     """
+    for name, tensor in (
+        ("hidden", hidden_nd),
+        ("head", head_Vd),
+        ("targets", target_n),
+        ("weights", weight_n),
+    ):
+        require_tensor(tensor, name)
+        if tensor.device != hidden_nd.device:
+            raise ValueError(f"{name} are on {tensor.device}, hidden on {hidden_nd.device}")
+    if target_n.dtype != torch.int64:
+        raise ValueError(f"targets must be int64, got {target_n.dtype}")
     if hidden_nd.dim() != 2 or head_Vd.dim() != 2 or hidden_nd.shape[1] != head_Vd.shape[1]:
         raise ValueError(f"hidden {tuple(hidden_nd.shape)} and head {tuple(head_Vd.shape)} do not fit")
     if not head_Vd.shape[0]:

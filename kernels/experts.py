@@ -12,10 +12,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ernie5.kernels import experts_native
+from ernie5.kernels.checks import require_tensor
 from ernie5.kernels.dispatch import dispatch_order
 from ernie5.kernels.forward_mode import refuse_tangents
 
 BACKENDS = ("auto", "native", "grouped", "triton", "reference")
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def sparse_swiglu(
@@ -45,7 +47,8 @@ def sparse_swiglu(
         float32 ``[T, d]``. No token is dropped; experts without tokens cost nothing.
 
     Raises:
-        ValueError: shapes that don't fit one another, or an unknown or impossible backend.
+        ValueError: shapes, dtypes or devices that don't fit one another, an expert that there is not (looked
+            at on CPUs), or an unknown or impossible backend.
         NotImplementedError: an input carries a tangent of forward-mode differentiation, which ``reference``
             alone knows.
     """
@@ -91,16 +94,23 @@ def sparse_swiglu_reference(
 def _check(
     x: Tensor, gate_up: Tensor, down: Tensor, expert: Tensor, weight: Tensor, valid: Tensor | None
 ) -> None:
+    named = {"tokens": x, "gate_up": gate_up, "down": down, "experts": expert, "weights": weight}
+    for name, tensor in (named if valid is None else {**named, "valid": valid}).items():
+        require_tensor(tensor, name)
+        if tensor.device != x.device:
+            raise ValueError(f"{name} are on {tensor.device}, the tokens on {x.device}; all must be together")
+    for name, tensor in (("tokens", x), ("gate_up", gate_up), ("weights", weight)):
+        if tensor.dtype not in _DTYPES:
+            raise ValueError(f"{name} must be floating-point of 16, 32 or 64 bits, got {tensor.dtype}")
+    if valid is not None and valid.dtype != torch.bool:
+        raise ValueError(f"valid must be bool, got {valid.dtype}")
     if x.dim() != 2 or gate_up.dim() != 3 or down.dim() != 3:
         raise ValueError(
             f"expected tokens [T, d] and weights [E, 2h, d] and [E, d, h], got {tuple(x.shape)}, "
             f"{tuple(gate_up.shape)} and {tuple(down.shape)}"
         )
-    if not gate_up.dtype == down.dtype or not x.device == gate_up.device == down.device == expert.device:
-        raise ValueError(
-            f"gate_up is {gate_up.dtype} on {gate_up.device}, down {down.dtype} on {down.device}, tokens are "
-            f"on {x.device}, their experts on {expert.device}; weights must agree, and all be together"
-        )
+    if gate_up.dtype != down.dtype:
+        raise ValueError(f"gate_up is {gate_up.dtype}, down {down.dtype}; the two weights must agree")
     experts, width, hidden = down.shape
     if not experts or not width or not hidden:
         raise ValueError(f"experts without extent: down is {tuple(down.shape)}")

@@ -12,6 +12,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from ernie5.kernels.checks import require_tensor
 from ernie5.kernels.flashmask import native
 from ernie5.kernels.flashmask.masks import sliding_window
 from ernie5.kernels.flashmask.paddle import intervals_from_startend
@@ -22,6 +23,8 @@ from ernie5.kernels.forward_mode import refuse_tangents
 
 _log = logging.getLogger(__name__)
 _TRITON_WIDTH = 256
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_LARGEST_SCALE = 1e30  # beyond, its product with an ordinary score leaves float32's range
 _HAS_FORWARD_MODE = "backend='reference' has one"
 BACKENDS = ("auto", "native", "triton", "panels", "reference")
 
@@ -102,6 +105,8 @@ def flashmask_attention(
         NotImplementedError: an input carries a tangent, and the backend has no forward mode.
     """
     _check(query, key, value)
+    if not isinstance(causal, bool):
+        raise ValueError(f"causal must be True or False, got {causal!r}")
     if plan is None:
         intervals = _mask(startend_row_indices, query, key, causal, window_size)
         plan = MaskPlan.from_intervals(intervals, query.shape[1])
@@ -110,9 +115,12 @@ def flashmask_attention(
             "a plan is the whole mask: give either it, or startend_row_indices, causal and window_size"
         )
     _check_plan(plan, query, key)
-    scale = query.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    if not -math.inf < scale < math.inf:
-        raise ValueError(f"softmax_scale must be finite, got {softmax_scale}")
+    scale = query.shape[-1] ** -0.5 if softmax_scale is None else _number(softmax_scale)
+    if not -_LARGEST_SCALE <= scale <= _LARGEST_SCALE:
+        raise ValueError(
+            f"softmax_scale must be a finite number between {-_LARGEST_SCALE:g} and {_LARGEST_SCALE:g}, got "
+            f"{softmax_scale!r}"
+        )
     chosen = choose_backend(query, backend)
     if scale == 0 and chosen in ("native", "triton"):
         chosen = "panels"  # the kernels hide by -inf, and 0 times that is NaN
@@ -122,8 +130,17 @@ def flashmask_attention(
         out, lse = dense_attention(query, key, value, plan, scale)
     else:
         refuse_tangents(f"{chosen} attention", _HAS_FORWARD_MODE, query, key, value)
-        out, lse = _attention(query, key, value, plan.intervals, scale, chosen)
+        train = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+        out, lse, _lost = _attention(query, key, value, plan.intervals, scale, chosen, train)
     return (out, lse.detach()) if return_softmax_lse else out
+
+
+def _number(value: float) -> float:
+    """NaN for what is none."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
 
 
 def _mask(
@@ -139,7 +156,7 @@ def _mask(
     if indices is not None:
         raise ValueError("window_size and startend_row_indices are two masks: give one of them")
     sides = window_size if isinstance(window_size, tuple) else (window_size, window_size)
-    if len(sides) != 2 or not all(isinstance(side, int) for side in sides):
+    if len(sides) != 2 or not all(isinstance(side, int) and not isinstance(side, bool) for side in sides):
         raise ValueError(f"window_size must be a whole number or two (left, right), got {window_size!r}")
     # A window wider than everything is no window; larger numbers would overflow.
     left, right = (min(side, rows + columns) for side in sides)
@@ -185,24 +202,32 @@ def _warn_once(text: str) -> None:
 
 @torch.library.custom_op("ernie5::flashmask_attention", mutates_args=())
 def _attention(
-    query: Tensor, key: Tensor, value: Tensor, intervals: Tensor, scale: float, backend: str
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, intervals: Tensor, scale: float, backend: str, train: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, log-sum-exp and what rounding took from the output, which only training in 16 bits needs: the
+    backward pass takes the row sums of dO * O, and where a row sees few keys the rounding of O is most of
+    dK. Without, it has no elements."""
     plan = MaskPlan.of(intervals, query.shape[1])
     if backend == "triton":
         from ernie5.kernels.flashmask.triton_backend import triton_forward
 
-        return triton_forward(query, key, value, plan, scale)
-    return native.native_forward(query, key, value, plan, scale)
+        out, lse, lost = triton_forward(query, key, value, plan, scale, train)
+    else:
+        out, lse, lost = native.native_forward(query, key, value, plan, scale, train)
+    return out, lse, query.new_empty(0) if lost is None else lost
 
 
 @_attention.register_fake
 def _(
-    query: Tensor, key: Tensor, value: Tensor, intervals: Tensor, scale: float, backend: str
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, intervals: Tensor, scale: float, backend: str, train: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     batch, rows, heads, _width = query.shape
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    kept = train and query.dtype != torch.float32
     return (
-        torch.empty_like(query, memory_format=torch.contiguous_format),
+        out,
         query.new_empty((batch, heads, rows), dtype=torch.float32),
+        torch.empty_like(out) if kept else query.new_empty(0),
     )
 
 
@@ -213,17 +238,19 @@ def _attention_backward(
     key: Tensor,
     value: Tensor,
     out: Tensor,
+    lost: Tensor,
     lse: Tensor,
     intervals: Tensor,
     scale: float,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     plan = MaskPlan.of(intervals, query.shape[1])
+    kept = lost if lost.numel() else None
     if backend == "triton":
         from ernie5.kernels.flashmask.triton_backend import triton_backward
 
-        return triton_backward(grad_out, query, key, value, out, lse, plan, scale)
-    return native.native_backward(grad_out, query, key, value, out, lse, plan, scale)
+        return triton_backward(grad_out, query, key, value, out, kept, lse, plan, scale)
+    return native.native_backward(grad_out, query, key, value, out, kept, lse, plan, scale)
 
 
 @_attention_backward.register_fake
@@ -233,6 +260,7 @@ def _(
     key: Tensor,
     value: Tensor,
     out: Tensor,
+    lost: Tensor,
     lse: Tensor,
     intervals: Tensor,
     scale: float,
@@ -243,20 +271,19 @@ def _(
 
 
 def _remember(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    query, key, value, intervals, scale, backend = inputs
-    out, lse = output
-    ctx.save_for_backward(query, key, value, out, lse, intervals)
-    ctx.mark_non_differentiable(lse)
+    query, key, value, intervals, scale, backend, _train = inputs
+    out, lse, lost = output
+    ctx.save_for_backward(query, key, value, out, lost, lse, intervals)
+    ctx.mark_non_differentiable(lse, lost)
     ctx.scale, ctx.backend = scale, backend
     # The backward pass finds the plan by its intervals, as long as somebody holds it.
     ctx.plan = MaskPlan.living(intervals, query.shape[1])
 
 
-def _gradients(ctx, grad_out, _grad_lse):  # type: ignore[no-untyped-def]
-    query, key, value, out, lse, intervals = ctx.saved_tensors
+def _gradients(ctx, grad_out, *_others):  # type: ignore[no-untyped-def]
     refuse_tangents(f"the gradient of {ctx.backend} attention", _HAS_FORWARD_MODE, grad_out)
-    grads = _attention_backward(grad_out, query, key, value, out, lse, intervals, ctx.scale, ctx.backend)
-    return (*grads, None, None, None)
+    grads = _attention_backward(grad_out, *ctx.saved_tensors, ctx.scale, ctx.backend)
+    return (*grads, None, None, None, None)
 
 
 _attention.register_autograd(_gradients, setup_context=_remember)
@@ -264,8 +291,7 @@ _attention.register_autograd(_gradients, setup_context=_remember)
 
 def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(tensor, Tensor):
-            raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        require_tensor(tensor, name)
         if tensor.dim() != 4:
             raise ValueError(f"{name} must be [B, N, H, D], got {tuple(tensor.shape)}")
         if tensor.dtype != query.dtype or tensor.device != query.device:
@@ -273,8 +299,10 @@ def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
                 f"{name} is {tensor.dtype} on {tensor.device}, the query {query.dtype} on {query.device}; "
                 "all three must agree"
             )
-    if not query.is_floating_point():
-        raise ValueError(f"attention takes floating-point tensors, got {query.dtype}")
+    if query.dtype not in _DTYPES:
+        raise ValueError(
+            f"attention takes floating-point tensors of 16, 32 or 64 bits, got {query.dtype}; convert them"
+        )
     if key.shape != value.shape:
         raise ValueError(f"key {tuple(key.shape)} and value {tuple(value.shape)} differ in shape")
     if query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
@@ -286,6 +314,10 @@ def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def _check_plan(plan: MaskPlan, query: Tensor, key: Tensor) -> None:
+    if not isinstance(plan, MaskPlan):
+        raise ValueError(
+            f"plan must be a MaskPlan, got {type(plan).__name__}; MaskPlan.from_intervals makes one"
+        )
     batch, heads, columns = plan.intervals.shape[:3]
     if plan.rows != query.shape[1] or columns != key.shape[1]:
         raise ValueError(

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ernie5.kernels.checks import require_tensor
+
 MAX_INTERVALS = 3
 
 
@@ -20,11 +22,14 @@ def checked_intervals(intervals: Tensor, rows: int) -> Tensor:
 
     Raises:
         ValueError: not int32, not ``[B, M, Nk, K, 2]`` with 1 to 3 intervals, an interval that starts after
-            it ends, or intervals of a column that overlap or come out of order.
+            it ends, or intervals of a column that overlap or come out of order; rows that int32 can't count.
     """
+    require_tensor(intervals, "intervals")
     shape = tuple(intervals.shape)
     if intervals.dtype != torch.int32 or intervals.dim() != 5 or shape[-1] != 2:
         raise ValueError(f"intervals must be int32 [B, M, Nk, K, 2], got {intervals.dtype} {list(shape)}")
+    if isinstance(rows, bool) or not isinstance(rows, int) or rows > torch.iinfo(torch.int32).max:
+        raise ValueError(f"rows must be a whole number below 2**31, got {rows!r}")
     if rows < 1 or 0 in shape:
         raise ValueError(f"a mask needs at least one row and one column, got {rows} rows and {list(shape)}")
     if shape[3] > MAX_INTERVALS:

@@ -36,7 +36,7 @@ class _Attention(ctypes.Structure):
         ("bfloat16", ctypes.c_int64),
         ("threads", ctypes.c_int64),
         ("scale", ctypes.c_double),
-        *((name, _Strided) for name in ("query", "key", "value", "out")),
+        *((name, _Strided) for name in ("query", "key", "value", "out", "lost")),
         ("lse", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("mask_batch", "mask_heads", "intervals", "padded_columns")),
         *((name, ctypes.c_int64) for name in ("row_block", "column_block")),
@@ -101,24 +101,29 @@ def _blocks(plan: MaskPlan) -> tuple[int, int]:
 
 
 def native_forward(
-    query: Tensor, key: Tensor, value: Tensor, plan: MaskPlan, softmax_scale: float
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, plan: MaskPlan, softmax_scale: float, keep_lost: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """``[B, Nq, H, D]`` and ``[B, Nk, Hk, D]`` (float32 or bfloat16, any strides) to the output in the same
-    dtype and the natural log-sum-exp, float32 ``[B, H, Nq]``.
+    dtype, the natural log-sum-exp, float32 ``[B, H, Nq]``, and with ``keep_lost`` what rounding took from the
+    output, like it; None without, and in float32.
 
     A result that is not finite may come of a hidden value (its weight of 0 times NaN is NaN), so then the
     panels find out what is really seen.
     """
     query, key, value = _dense_last(query), _dense_last(key), _dense_last(value)
     out = torch.empty(query.shape, dtype=query.dtype)
+    lost = torch.empty_like(out) if keep_lost and out.dtype != torch.float32 else None
     lse = torch.empty(query.shape[0], query.shape[2], query.shape[1])
     mask = native_mask(plan)  # alive until the kernel is done, like all tensors that it reads
-    call = _describe(query, key, value, out, lse, plan, mask, softmax_scale)
+    call = _describe(query, key, value, out, lost, lse, plan, mask, softmax_scale)
     call.offsets, call.entries = mask.row_offsets.data_ptr(), mask.row_entries.data_ptr()
     if _run("flashmask_forward", call):
-        return out, lse
+        return out, lse, lost
     exact, lse = panel_forward(query, key, value, plan.expanded(len(query)), softmax_scale, strict=True)
-    return exact.to(query.dtype).contiguous(), lse.contiguous()
+    out = exact.to(query.dtype).contiguous()
+    if lost is not None:
+        lost = (exact - out).nan_to_num(0.0, 0.0, 0.0).to(out.dtype).contiguous()
+    return out, lse.contiguous(), lost
 
 
 def native_backward(
@@ -127,18 +132,19 @@ def native_backward(
     key: Tensor,
     value: Tensor,
     out: Tensor,
+    lost: Tensor | None,
     lse: Tensor,
     plan: MaskPlan,
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, contiguous, in their dtype. Sums run in a fixed order, so equal
     inputs give equal bits on one number of threads. What is not finite is treated as in
-    :func:`native_forward`."""
+    :func:`native_forward`, whose results ``out``, ``lost`` and ``lse`` are."""
     query, key, value = _dense_last(query), _dense_last(key), _dense_last(value)
     grad_out = _dense_last(grad_out.to(query.dtype))
     grad_query, grad_key, grad_value = (torch.empty(t.shape, dtype=t.dtype) for t in (query, key, value))
     mask = native_mask(plan)
-    call = _describe(query, key, value, out, lse, plan, mask, softmax_scale)
+    call = _describe(query, key, value, out, lost, lse, plan, mask, softmax_scale)
     call.offsets, call.entries = mask.column_offsets.data_ptr(), mask.column_entries.data_ptr()
     call.grad_out = _strided(grad_out)
     call.grad_query, call.grad_key = _strided(grad_query), _strided(grad_key)
@@ -148,8 +154,9 @@ def native_backward(
     call.chunks = min(8, parts)
     if _run("flashmask_backward", call):
         return grad_query, grad_key, grad_value
+    exact = out if lost is None else out.float() + lost
     mended = panel_backward(
-        grad_out, None, query, key, value, out, lse, plan.expanded(len(query)), softmax_scale, strict=True
+        grad_out, None, query, key, value, exact, lse, plan.expanded(len(query)), softmax_scale, strict=True
     )
     grad_query, grad_key, grad_value = (grad.contiguous() for grad in mended)
     return grad_query, grad_key, grad_value
@@ -190,6 +197,7 @@ def _describe(
     key: Tensor,
     value: Tensor,
     out: Tensor,
+    lost: Tensor | None,
     lse: Tensor,
     plan: MaskPlan,
     mask: NativeMask,
@@ -211,6 +219,7 @@ def _describe(
         key=_strided(key),
         value=_strided(value),
         out=_strided(out),
+        lost=_Strided() if lost is None else _strided(lost),
         lse=lse.data_ptr(),
         mask_batch=plan.intervals.shape[0],
         mask_heads=plan.heads,

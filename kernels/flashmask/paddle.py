@@ -23,6 +23,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ernie5.kernels.checks import require_tensor
 from ernie5.kernels.flashmask.intervals import normalised_intervals
 
 
@@ -36,7 +37,8 @@ def intervals_from_startend(indices: Tensor | None, rows: int, key: Tensor, caus
         causal: hide later keys too.
 
     Raises:
-        ValueError: wrong dtype, a shape that does not fit ``key``, or an undefined number of bounds.
+        ValueError: wrong dtype or device, a shape that does not fit ``key``, an undefined number of
+            bounds.
     """
     batch, columns, heads = key.shape[:3]
     zero = torch.zeros(1, 1, columns, dtype=torch.int32, device=key.device)
@@ -44,8 +46,11 @@ def intervals_from_startend(indices: Tensor | None, rows: int, key: Tensor, caus
     diagonal = _diagonal(rows, columns, key.device) if causal else zero[0, 0]
     if indices is None:
         return torch.stack((zero, diagonal.expand_as(zero)), -1).unsqueeze(-2).repeat(batch, 1, 1, 1, 1)
+    require_tensor(indices, "startend_row_indices")
     if indices.dtype != torch.int32:
         raise ValueError(f"startend_row_indices must be int32, got {indices.dtype}")
+    if indices.device != key.device:
+        raise ValueError(f"startend_row_indices are on {indices.device}, the key on {key.device}")
     if indices.dim() != 4 or indices.shape[0] != batch or indices.shape[2] != columns:
         raise ValueError(
             f"startend_row_indices must be [{batch}, 1 or {heads}, {columns}, bounds] for keys of shape "

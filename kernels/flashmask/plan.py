@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ernie5.kernels.checks import require_tensor
 from ernie5.kernels.flashmask.cache import ByteCache
 from ernie5.kernels.flashmask.intervals import checked_intervals
 from ernie5.kernels.flashmask.tiles import TileList, TileRuns, column_list, row_list, tile_runs
@@ -73,6 +74,7 @@ class MaskPlan:
         are copied to the host for it (24 bytes a column); where they are on the host anyway, give those and
         ``device``, where the plan is to lie (default: where the intervals lie).
         """
+        require_tensor(intervals, "intervals")
         place = torch.device(device or intervals.device)
         host = intervals.detach().cpu().contiguous()
         digest = hashlib.blake2b(host.view(-1).view(torch.uint8).numpy().data, digest_size=16).digest()

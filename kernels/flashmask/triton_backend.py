@@ -44,8 +44,8 @@ class SplitTiles(NamedTuple):
 
 
 def triton_forward(
-    query: Tensor, key: Tensor, value: Tensor, plan: MaskPlan, softmax_scale: float
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, plan: MaskPlan, softmax_scale: float, keep_lost: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Attention and its log-sum-exp.
 
     Args:
@@ -54,10 +54,12 @@ def triton_forward(
         key, value: ``[B, Nk, Hk, D]``, H a multiple of Hk.
         plan: the mask, for Nq rows and Nk columns, on the same device.
         softmax_scale: at least 0.
+        keep_lost: whether the backward pass will need what rounding takes from the output; float32 loses
+            nothing.
 
     Returns:
-        ``[B, Nq, H, D]`` in the query's dtype and float32 ``[B, H, Nq]``, natural logarithm. Rows that see no
-        key are 0 and -inf.
+        ``[B, Nq, H, D]`` in the query's dtype, float32 ``[B, H, Nq]``, natural logarithm, and what rounding
+        took from the first or None. Rows that see no key are 0 and -inf.
 
     Raises:
         ValueError: a shape, dtype, device or scale that the kernels do not take.
@@ -66,9 +68,10 @@ def triton_forward(
     _check(query, key, value, plan, softmax_scale)
     batch, rows, heads, width = query.shape
     out = torch.empty((batch, rows, heads, width), dtype=query.dtype, device=query.device)
+    lost = torch.empty_like(out) if keep_lost and out.dtype != torch.float32 else None
     lse = torch.empty((batch, heads, rows), dtype=torch.float32, device=query.device)
     if out.numel() == 0 or key.shape[1] == 0:
-        return out.zero_(), lse.fill_(-math.inf)
+        return out.zero_(), lse.fill_(-math.inf), None if lost is None else lost.zero_()
     bounds = padded_bounds(plan)
     config = tile_config("forward", query, bounds.shape[2])
     split = _split(plan, config, by_column=False)
@@ -78,6 +81,7 @@ def triton_forward(
             key,
             value,
             out,
+            out if lost is None else lost,
             lse,
             bounds,
             split.splits,
@@ -93,9 +97,9 @@ def triton_forward(
             plan.batch,
             plan.heads,
             softmax_scale * _LOG2E,
-            **_constants("forward", query, config, bounds),
+            **_constants("forward", query, config, bounds, keep=lost is not None),
         )
-    return out, lse
+    return out, lse, lost
 
 
 def triton_backward(
@@ -104,6 +108,7 @@ def triton_backward(
     key: Tensor,
     value: Tensor,
     out: Tensor,
+    lost: Tensor | None,
     lse: Tensor,
     plan: MaskPlan,
     softmax_scale: float,
@@ -115,11 +120,12 @@ def triton_backward(
 
     Args:
         grad_out: ``[B, Nq, H, D]``.
-        out, lse: what the forward returned.
+        out, lost, lse: what the forward returned.
         query, key, value, plan, softmax_scale: what it was given.
     """
     query, key, value, grad_out = (_inner_contiguous(t) for t in (query, key, value, grad_out))
     out, lse = out.contiguous(), lse.contiguous()
+    lost = None if lost is None else lost.contiguous()
     _check(query, key, value, plan, softmax_scale)
     if grad_out.shape != query.shape or grad_out.dtype != query.dtype:
         raise ValueError(
@@ -163,6 +169,7 @@ def triton_backward(
     with _on(query.device):
         triton_kernels.delta_kernel[(padded_rows // statistics.block_m, heads, batch)](
             out,
+            out if lost is None else lost,
             grad_out,
             lse,
             delta,
@@ -174,6 +181,7 @@ def triton_backward(
             DIM=width,
             BLOCK_D=padded_head_dim(width),
             BLOCK_M=statistics.block_m,
+            KEPT=lost is not None,
             num_warps=statistics.warps,
         )
         triton_kernels.dkdv_kernel[(column_split.strips, key_heads, batch)](
@@ -246,10 +254,13 @@ def padded_bounds(plan: MaskPlan) -> Tensor:
     return plan.prepared(("triton bounds",), build)
 
 
-def _constants(kernel: str, query: Tensor, config: TileConfig, bounds: Tensor) -> dict[str, Any]:
+def _constants(
+    kernel: str, query: Tensor, config: TileConfig, bounds: Tensor, *, keep: bool = False
+) -> dict[str, Any]:
     relaxed = query.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
     precision = "tf32" if relaxed else "ieee"
-    fixed = constants(kernel, query.shape[-1], config, intervals=bounds.shape[2], precision=precision)
+    width, intervals = query.shape[-1], bounds.shape[2]
+    fixed = constants(kernel, width, config, intervals=intervals, precision=precision, keep=keep)
     return {**fixed, "num_warps": config.warps, "num_stages": config.stages}
 
 

@@ -18,7 +18,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-_ELEMENT_POINTERS = {"query", "key", "value", "out", "grad_out", "grad_query", "grad_key", "grad_value"}
+_ELEMENT_POINTERS = {
+    *("query", "key", "value", "out", "lost"),
+    *("grad_out", "grad_query", "grad_key", "grad_value"),
+}
 _FLOAT_POINTERS = {"lse", "delta", "lse_log2"}
 _INT_POINTERS = {"bounds", "splits", "tiles"}
 _FLOATS = {"softmax_scale", "scale_log2"}

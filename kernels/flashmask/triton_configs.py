@@ -67,7 +67,7 @@ _HALF: dict[tuple[str, str], dict[int, list[TileConfig]]] = {
     ("forward", "sm_90"): {
         64: [_T(128, 64, 8, 5), _T(128, 64, 8, 3), _T(128, 64, 4, 3)],
         128: [_T(128, 64, 8, 5), _T(128, 64, 8, 3)],
-        256: [_T(128, 64, 8, 2), _T(64, 64, 8, 2)],
+        256: [_T(64, 64, 8, 2)],
     },
     ("dkdv", "sm_80"): {
         64: [_T(32, 128, 8, 2)],
@@ -120,7 +120,7 @@ def padded_head_dim(width: int) -> int:
 
 
 def constants(
-    kernel: str, width: int, config: TileConfig, *, intervals: int, precision: str
+    kernel: str, width: int, config: TileConfig, *, intervals: int, precision: str, keep: bool = False
 ) -> dict[str, int | str | bool]:
     """Compile-time parameters of an attention kernel.
 
@@ -129,6 +129,7 @@ def constants(
         width: head dim.
         intervals: masked intervals a column.
         precision: of float32 products: ``ieee`` or ``tf32``.
+        keep: for ``forward`` only: also store what rounding takes from the output.
     """
     shared: dict[str, int | str | bool] = {
         "DIM": width,
@@ -138,7 +139,8 @@ def constants(
         "INTERVALS": intervals,
         "PRECISION": precision,
     }
-    return {**shared, "FOLD": config.fold} if kernel == "dkdv" else shared
+    own: dict[str, dict[str, int | str | bool]] = {"forward": {"KEEP": keep}, "dkdv": {"FOLD": config.fold}}
+    return {**shared, **own.get(kernel, {})}
 
 
 def gpu_family(device: torch.device) -> str:

@@ -131,6 +131,7 @@ def forward_kernel(
     key,
     value,
     out,
+    lost,
     lse,
     bounds,
     splits,
@@ -158,8 +159,10 @@ def forward_kernel(
     BLOCK_N: tl.constexpr,
     INTERVALS: tl.constexpr,
     PRECISION: tl.constexpr,
+    KEEP: tl.constexpr,
 ):
-    """One strip of query rows of one head: ``out`` and the natural log-sum-exp ``lse [B, H, Nq]``.
+    """One strip of query rows of one head: ``out``, with ``KEEP`` what rounding takes from it, ``lost``, and
+    the natural log-sum-exp ``lse [B, H, Nq]``.
 
     Grid: (row strips, H, B). Later strips of causal masks are the longer ones, so they start first.
     """
@@ -192,8 +195,12 @@ def forward_kernel(
 
     seen = total > 0.0
     total = tl.where(seen, total, 1.0)
-    out += (batch * rows * heads + head) * DIM
-    _store_tile(out, acc / total[:, None], first, heads * DIM, rows, BLOCK_M, DIM, BLOCK_D)
+    place = (batch * rows * heads + head) * DIM
+    acc = acc / total[:, None]
+    _store_tile(out + place, acc, first, heads * DIM, rows, BLOCK_M, DIM, BLOCK_D)
+    if KEEP:
+        acc -= acc.to(out.dtype.element_ty).to(tl.float32)
+        _store_tile(lost + place, acc, first, heads * DIM, rows, BLOCK_M, DIM, BLOCK_D)
     log_sum = (peak + tl.log2(total)) * 0.6931471805599453
     tl.store(
         lse + (batch * heads + head) * rows + row, tl.where(seen, log_sum, float("-inf")), mask=row < rows
@@ -203,6 +210,7 @@ def forward_kernel(
 @triton.jit
 def delta_kernel(
     out,
+    lost,
     grad_out,
     lse,
     delta,
@@ -216,16 +224,20 @@ def delta_kernel(
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    KEPT: tl.constexpr,
 ):
-    """``delta = sum(out * grad_out)`` and the base-2 log-sum-exp, float32 ``[B, H, padded Nq]``.
+    """``delta = sum((out + lost) * grad_out)`` and the base-2 log-sum-exp, float32 ``[B, H, padded Nq]``;
+    without ``KEPT`` nothing is known to be lost.
 
     Rows without any key and rows past Nq get +inf as log-sum-exp: their weights come out as 0, untested.
     """
     first = tl.program_id(0) * BLOCK_M
     head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    out += (batch * rows * heads + head) * DIM
+    place = (batch * rows * heads + head) * DIM
     grad_out += batch * grad_stride_b + head.to(tl.int64) * grad_stride_h
-    o = _load_tile(out, first, heads * DIM, rows, BLOCK_M, DIM, BLOCK_D, True).to(tl.float32)
+    o = _load_tile(out + place, first, heads * DIM, rows, BLOCK_M, DIM, BLOCK_D, True).to(tl.float32)
+    if KEPT:
+        o += _load_tile(lost + place, first, heads * DIM, rows, BLOCK_M, DIM, BLOCK_D, True).to(tl.float32)
     do = _load_tile(grad_out, first, grad_stride_n, rows, BLOCK_M, DIM, BLOCK_D, True).to(tl.float32)
     row = first + tl.arange(0, BLOCK_M)
     value = tl.load(lse + (batch * heads + head) * rows + row, mask=row < rows, other=float("-inf"))

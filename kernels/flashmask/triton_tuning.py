@@ -27,7 +27,7 @@ def tune(
         For each kernel its configurations and milliseconds, the fastest first. ``dkdv`` and ``dq`` are timed
         as the whole backward pass, the other kernel held fixed.
     """
-    out, lse = triton_forward(query, key, value, plan, softmax_scale)
+    out, lse, lost = triton_forward(query, key, value, plan, softmax_scale, keep_lost=True)
     grad_out = torch.randn_like(out)
     intervals = plan.intervals.shape[3]
 
@@ -35,7 +35,7 @@ def tune(
         triton_forward(query, key, value, plan, softmax_scale)
 
     def backward() -> None:
-        triton_backward(grad_out, query, key, value, out, lse, plan, softmax_scale)
+        triton_backward(grad_out, query, key, value, out, lost, lse, plan, softmax_scale)
 
     return {
         "forward": _fastest(config_key("forward", query, intervals), forward),

@@ -21,6 +21,7 @@ struct Attention {
   int64_t threads;
   double scale;
   Strided query, key, value, out;  // in the backward pass ``out`` is the forward's result
+  Strided lost;                    // what rounding took from ``out``; no data where nothing is to be kept of it
   float* lse;                      // [B, H, Nq], natural logarithm; -inf where a row sees nothing
   // The mask: 1 or B batch entries, 1 or Hk mask heads.
   int64_t mask_batch, mask_heads, intervals, padded_columns, row_block, column_block;
@@ -223,6 +224,10 @@ int forward(const Attention& a) {
         const bool blind = totals[r] == 0;  // sees nothing; a sum of NaN is none
         const float inverse = blind ? 0.0f : 1.0f / totals[r];
         for (int d = 0; d < width; d++) put(to + d, sum[r * padded + d] * inverse);
+        if (a.lost.data) {
+          T* rest = at<T>(a.lost, b, first_row + r, h);
+          for (int d = 0; d < width; d++) put(rest + d, sum[r * padded + d] * inverse - to_float(to[d]));
+        }
         a.lse[(b * a.heads + h) * a.rows + first_row + r] =
             blind ? -INFINITE : (maxima[r] + std::log2(totals[r])) / LOG2E;
         if (!std::isfinite(totals[r])) finite = false;
@@ -259,6 +264,10 @@ int backward(const Attention& a) {
         const T *x = at<const T>(a.out, b, first + r, h), *g = at<const T>(a.grad_out, b, first + r, h);
         float delta = 0;
         for (int d = 0; d < width; d++) delta += to_float(x[d]) * to_float(g[d]);
+        if (a.lost.data) {  // a row that sees few keys has gradients no larger than what rounding does to delta
+          const T* rest = at<const T>(a.lost, b, first + r, h);
+          for (int d = 0; d < width; d++) delta += to_float(rest[d]) * to_float(g[d]);
+        }
         deltas.data[(b * a.heads + h) * a.rows + first + r] = delta;
       }
     };

@@ -55,7 +55,7 @@ def test_backends_agree_and_are_chosen_by_argument_and_environment(monkeypatch):
     monkeypatch.setattr(
         native,
         "native_forward",
-        lambda *a: called.append(1) or (plain.detach().clone(), plain[..., 0].detach().clone()),
+        lambda *a: called.append(1) or (plain.detach().clone(), plain[..., 0].detach().clone(), None),
     )
     flashmask_attention(*inputs, plan=plan)
     assert called == [1]
@@ -96,12 +96,15 @@ def test_compiled_code_takes_new_lengths_and_masks_without_compiling_again():
 
 
 @needs_native
-def test_operators_describe_themselves_rightly():
-    query, key, value = tensors(1, 40, 40, 2, 1, 16, torch.float32, seed=0)
+@pytest.mark.parametrize(
+    "dtype,train", [(torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)]
+)
+def test_operators_describe_themselves_rightly(dtype, train):
+    query, key, value = tensors(1, 40, 40, 2, 1, 16, dtype, seed=0)
     plan = MaskPlan.from_intervals(mask_case("causal", 40, 40, 1), 40)
     torch.library.opcheck(
         torch.ops.ernie5.flashmask_attention.default,
-        (query, key, value, plan.intervals, 0.25, "native"),
+        (query, key, value, plan.intervals, 0.25, "native", train),
         test_utils=(
             "test_schema",
             "test_autograd_registration",
@@ -109,6 +112,42 @@ def test_operators_describe_themselves_rightly():
             "test_aot_dispatch_dynamic",
         ),
     )
+
+
+@needs_native
+def test_what_rounding_took_is_kept_for_training_in_16_bits_only(monkeypatch):
+    kept = []
+
+    def spied(*arguments, run=native.native_forward):
+        results = run(*arguments)
+        kept.append(results[2])
+        return results
+
+    monkeypatch.setattr(native, "native_forward", spied)
+    for dtype in (torch.float32, torch.bfloat16):
+        inputs = tensors(1, 20, 20, 2, 1, 8, dtype, seed=0)
+        flashmask_attention(*inputs, causal=True, backend="native")
+        with torch.no_grad():
+            flashmask_attention(*inputs, causal=True, backend="native")
+        flashmask_attention(*(t.detach() for t in inputs), causal=True, backend="native")
+    assert [lost is not None for lost in kept] == [False, False, False, True, False, False]
+
+
+@needs_native
+def test_gradients_in_16_bits_bear_values_that_have_much_in_common():
+    """Where all values are near 50 the gradient of a score is a small difference of large numbers."""
+    query, key, value = (t.detach() for t in tensors(1, 60, 60, 2, 1, 16, torch.bfloat16, seed=2))
+    leaves = [query.requires_grad_(), key.requires_grad_(), (value + 50).requires_grad_()]
+    cotangent = torch.randn(query.shape, generator=torch.Generator().manual_seed(3)).bfloat16()
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    grads, truths = (
+        torch.autograd.grad(
+            flashmask_attention(*inputs, causal=True, backend=backend), inputs, cotangent.to(inputs[0].dtype)
+        )
+        for inputs, backend in ((leaves, "native"), (exact, "reference"))
+    )
+    for ours, true in zip(grads, truths):
+        torch.testing.assert_close(ours.double(), true, atol=1e-2, rtol=1e-2)
 
 
 @needs_native
@@ -211,7 +250,19 @@ def test_bad_shapes_dtypes_and_plans_are_refused():
         ((q, k, v), {"window_size": 3.5}, "whole number"),
         ((q, k, v), {"window_size": (3,)}, "whole number"),
         ((q, k, v), {"softmax_scale": float("nan")}, "finite"),
-        ((q.numpy(), k, v), {}, "must be a tensor"),
+        ((q.numpy(), k, v), {}, "query must be a tensor, got ndarray"),
+        ((q.to_sparse(), k, v), {}, "query must be a dense tensor"),
+        ((q.to("meta"), k.to("meta"), v.to("meta")), {}, "with data, got .* on meta"),
+        ((q, k.to("meta"), v), {}, "key .* on meta"),
+        (tuple(t.to(torch.float8_e5m2) for t in (q, k, v)), {}, "16, 32 or 64 bits, got torch.float8_e5m2"),
+        ((q, k, v), {"plan": plan.intervals}, "plan must be a MaskPlan, got Tensor"),
+        ((q, k, v), {"causal": "no"}, "causal must be True or False, got 'no'"),
+        ((q, k, v), {"softmax_scale": [1]}, r"finite number .*got \[1\]"),
+        ((q, k, v), {"softmax_scale": 10**400}, "finite number"),
+        ((q, k, v), {"softmax_scale": -1e31}, "got -1e\\+31"),
+        ((q, k, v), {"window_size": True}, "whole number"),
+        ((q, k, v, [[1]]), {"causal": True}, "startend_row_indices must be a tensor, got list"),
+        ((q, k, v, bounds.numpy()), {"causal": True}, "startend_row_indices must be a tensor, got ndarray"),
         ((q, k, v, bounds), {"window_size": 3}, "two masks"),
         ((q, k, v, bounds.long()), {"causal": True}, "int32"),
         ((q, k, v, bounds), {}, "not defined"),
@@ -243,6 +294,8 @@ def test_whatever_the_bounds_the_answer_is_right_or_refused(shape, sizes, seed, 
         )
     else:
         bounds = torch.randint(-100, 100, tuple(shape), generator=generator, dtype=torch.int32)
+    if seed % 4 == 0:
+        bounds = bounds * 21474836  # to the ends of int32's range
     try:
         out = flashmask_attention(q, k, k, bounds, causal=causal)
     except ValueError:

@@ -53,6 +53,10 @@ def test_bad_shapes_are_refused():
     for wrong in (-100, 5):
         with pytest.raises(ValueError, match=rf"targets must be in \[0, 5\), got {wrong}"):
             linear_cross_entropy(hidden, head, torch.full_like(target, wrong), weight)
+    with pytest.raises(ValueError, match=r"targets must be int64, got torch\.float32"):
+        linear_cross_entropy(hidden, head, target.float(), weight)
+    with pytest.raises(ValueError, match="targets must be a tensor, got list"):
+        linear_cross_entropy(hidden, head, target.tolist(), weight)
     with pytest.raises(ValueError, match="no rows"):
         linear_cross_entropy(hidden, head[:0], target, weight)
 

@@ -148,6 +148,11 @@ def test_bad_input_is_refused(monkeypatch):
         ((x, gate_up.bfloat16(), down, expert, weight), {}, "weights must agree"),
         ((x, gate_up.half(), down.half(), expert, weight), {"backend": "native"}, "weights of torch.float16"),
         ((x, gate_up[:, :0], down[..., :0], expert, weight), {}, "without extent"),
+        ((x, gate_up, down, expert.tolist(), weight), {}, "experts must be a tensor, got list"),
+        ((x, gate_up, down, expert, weight.to("meta")), {}, "weights must be a dense tensor with data"),
+        ((x.int(), gate_up, down, expert, weight), {}, "tokens must be floating-point"),
+        ((x, gate_up, down, expert, weight.int()), {}, "weights must be floating-point"),
+        ((x, gate_up, down, expert, weight, valid.float()), {}, "valid must be bool, got torch.float32"),
         ((x, gate_up, down, expert, weight), {"backend": "quick"}, "'quick'; known: auto, native"),
         ((x.double(), gate_up, down, expert, weight), {"backend": "native"}, "do not take torch.float64"),
     ]

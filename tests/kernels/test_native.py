@@ -13,7 +13,7 @@ import torch
 
 from ernie5.kernels.flashmask import MaskPlan, flashmask_attention, native
 from ernie5.kernels.native import build
-from tests.kernels.conformance import CASES, HEAD_DIMS, check, matrix_cases, tensors
+from tests.kernels.conformance import CASES, HEAD_DIMS, Case, check, matrix_cases, tensors
 from tests.kernels.flashmask_cases import MASKS, mask_case
 
 try:
@@ -26,6 +26,12 @@ except build.NativeUnavailableError as error:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_conformance(case, dtype):
     check(case, dtype, backend="native")
+
+
+@pytest.mark.parametrize("head_dim", [32, 80])
+def test_one_query_that_sees_few_keys(head_dim):
+    """Where the output's rounding, taken for exact, was most of dK."""
+    check(Case("share_question", head_dim, 1, 128, (4, 4), 2), torch.bfloat16, backend="native")
 
 
 @pytest.mark.slow

@@ -149,6 +149,9 @@ def test_wrong_intervals_are_refused_by_name(column, message):
         (torch.zeros(1, 1, 4, 0, 2, dtype=torch.int32), 4, "at least one"),
         (torch.zeros(1, 1, 0, 1, 2, dtype=torch.int32), 4, "at least one"),
         (torch.zeros(1, 1, 4, 1, 2, dtype=torch.int32), 0, "at least one row"),
+        (torch.zeros(1, 1, 4, 1, 2, dtype=torch.int32), 4.0, r"whole number below 2\*\*31, got 4.0"),
+        (torch.zeros(1, 1, 4, 1, 2, dtype=torch.int32), 2**31, "got 2147483648"),
+        ([[[[[0, 0]]]]], 4, "must be a tensor, got list"),
     ],
 )
 def test_wrong_shapes_are_refused(intervals, rows, message):

@@ -66,7 +66,7 @@ def test_interpreted_kernels_equal_the_oracle():
 def check_compiled(kernel: str, family: str, head_dim: int, config: TileConfig, element: str, intervals: int):
     report = compile_kernel(
         getattr(triton_kernels, f"{kernel}_kernel"),
-        constants(kernel, head_dim, config, intervals=intervals, precision="ieee"),
+        constants(kernel, head_dim, config, intervals=intervals, precision="ieee", keep=element != "fp32"),
         capability=CAPABILITY[family],
         element=element,
         warps=config.warps,
@@ -222,8 +222,8 @@ def test_on_a_gpu(width, dtype, tolerance):
         key, value = (torch.randn(1, 333, 2, width, generator=generator).to(dtype) for _ in range(2))
         plan = MaskPlan.from_intervals(intervals.cuda(), 300)
         on_gpu = [t.cuda() for t in (query, key, value)]
-        out, lse = triton_forward(*on_gpu, plan, width**-0.5)
-        grads = triton_backward(grad_out.cuda(), *on_gpu, out, lse, plan, width**-0.5)
+        out, lse, lost = triton_forward(*on_gpu, plan, width**-0.5, keep_lost=True)
+        grads = triton_backward(grad_out.cuda(), *on_gpu, out, lost, lse, plan, width**-0.5)
         wide = [t.double().requires_grad_() for t in (query, key, value)]
         right, _ = oracle_attention(*wide, dense_visibility(intervals, 300))
         right_grads = torch.autograd.grad(right, wide, grad_out.double())
