@@ -5,13 +5,13 @@ FFmpeg through PyAV. Which one is decided by the first bytes, and FFmpeg is told
 input can make it open a playlist or an address.
 
 A declared length is checked before anything of that size is allocated, and samples are read in blocks, mixed
-to mono one by one, so that a small file can't unfold into gigabytes.
+to mono one by one, so that a small file can't unfold into gigabytes and a long one needs no more memory than
+a short one (:func:`audio_blocks`).
 """
 
 from __future__ import annotations
 
 import io
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -22,10 +22,9 @@ from scipy.signal import resample_poly
 
 from ernie5.protocol.errors import InvalidMediaError, MediaTooLargeError, UnsupportedMediaError
 from ernie5.tokenizers.audio.mel import SAMPLE_RATE
+from ernie5.tokenizers.audio.truncation import refuse_truncated
 
 _BLOCK = 1 << 16
-# Sizes that a writer to a pipe leaves in a WAV header because it does not know better.
-_UNKNOWN_SIZE = 0x7FFF_0000
 _CONTENT_TYPES = ("audio/", "video/", "application/ogg", "application/octet-stream")
 # Resampling ratios of larger terms need filters of millions of taps; nearest ratios within this
 # bound are off by less than one part in a million.
@@ -67,8 +66,22 @@ def read_audio(data: bytes, content_type: str | None = None, limits: Limits = DE
     """Decode, mix to mono and resample to 16 kHz.
 
     Raises:
+        InvalidMediaError: as :func:`audio_blocks`, or NaN or infinite samples.
+        UnsupportedMediaError, MediaTooLargeError: as :func:`audio_blocks`.
+    """
+    blocks = list(audio_blocks(data, content_type, limits))
+    mono = np.concatenate([block.samples for block in blocks])
+    return to_codec_rate(Waveform(mono, blocks[0].sample_rate, blocks[0].channels), limits)
+
+
+def audio_blocks(
+    data: bytes, content_type: str | None = None, limits: Limits = DEFAULT_LIMITS
+) -> Iterator[Waveform]:
+    """The sound of a file, mixed to mono, block by block at its own rate; at least one block.
+
+    Raises:
         UnsupportedMediaError: ``content_type`` names something that is no sound.
-        InvalidMediaError: empty, truncated, undecodable, without samples, or with NaN or infinite samples.
+        InvalidMediaError: empty, truncated, undecodable or without samples. Damage shows when it is reached.
         MediaTooLargeError: more bytes, seconds or channels than ``limits``.
     """
     if content_type and not content_type.lower().startswith(_CONTENT_TYPES):
@@ -79,20 +92,22 @@ def read_audio(data: bytes, content_type: str | None = None, limits: Limits = DE
         raise InvalidMediaError("the audio is empty (0 bytes)")
     if len(data) > limits.bytes:
         raise MediaTooLargeError(f"the audio has {len(data):,} bytes; the limit is {limits.bytes:,}")
-    _refuse_truncated(data)
+    refuse_truncated(data)
     container = _ffmpeg_container(data)
-    mono, rate, channels = _read_ffmpeg(data, container, limits) if container else _read_sndfile(data, limits)
-    return to_codec_rate(Waveform(mono, rate, channels), limits)
+    yield from _read_ffmpeg(data, container, limits) if container else _read_sndfile(data, limits)
+
+
+def waveform_blocks(waveform: Waveform, limits: Limits = DEFAULT_LIMITS) -> Iterator[Waveform]:
+    """A waveform block by block, float32; raises as :func:`audio_blocks` for one beyond ``limits``."""
+    samples, rate = _checked(waveform, limits)
+    for start in range(0, len(samples), _BLOCK):
+        block = samples[start : start + _BLOCK].astype(np.float32)
+        yield Waveform(block, rate, waveform.channels)
 
 
 def to_codec_rate(waveform: Waveform, limits: Limits = DEFAULT_LIMITS) -> Waveform:
     """A checked waveform at 16 kHz. Samples beyond +-1 (float files allow them) are scaled to the peak."""
-    samples, rate = np.asarray(waveform.samples), int(waveform.sample_rate)
-    if samples.ndim != 1 or samples.dtype.kind != "f":
-        raise InvalidMediaError(f"a waveform is float [n], got {samples.dtype} {samples.shape}")
-    _check_header(rate, waveform.channels, len(samples), limits)
-    if not len(samples):
-        raise InvalidMediaError("the audio has no samples")
+    samples, rate = _checked(waveform, limits)
     samples = samples.astype(np.float32)
     peak = float(np.abs(samples).max())
     if not np.isfinite(peak):
@@ -104,6 +119,16 @@ def to_codec_rate(waveform: Waveform, limits: Limits = DEFAULT_LIMITS) -> Wavefo
         samples = resample_poly(samples, ratio.numerator, ratio.denominator).astype(np.float32)
         np.clip(samples, -1.0, 1.0, out=samples)
     return Waveform(samples, SAMPLE_RATE, waveform.channels)
+
+
+def _checked(waveform: Waveform, limits: Limits) -> tuple[np.ndarray, int]:
+    samples, rate = np.asarray(waveform.samples), int(waveform.sample_rate)
+    if samples.ndim != 1 or samples.dtype.kind != "f":
+        raise InvalidMediaError(f"a waveform is float [n], got {samples.dtype} {samples.shape}")
+    _check_header(rate, waveform.channels, len(samples), limits)
+    if not len(samples):
+        raise InvalidMediaError("the audio has no samples")
+    return samples, rate
 
 
 def resampling_ratio(rate: int) -> Fraction:
@@ -159,37 +184,6 @@ def _check_header(rate: int, channels: int, samples: int, limits: Limits) -> Non
         )
 
 
-def _refuse_truncated(data: bytes) -> None:
-    """libsndfile silently shortens a WAV, AIFF or Ogg file that was cut off; this looks before it does."""
-    if data[:4] in (b"RIFF", b"RIFX") and data[8:12] == b"WAVE":
-        size_format = "<I" if data[:4] == b"RIFF" else ">I"
-        position = 12
-        while position + 8 <= len(data):
-            name, (size,) = data[position : position + 4], struct.unpack_from(size_format, data, position + 4)
-            position += 8
-            if name == b"data":
-                if size < _UNKNOWN_SIZE and position + size > len(data):
-                    raise InvalidMediaError(
-                        f"the WAV file is truncated: {size:,} bytes of samples declared, "
-                        f"{len(data) - position:,} there"
-                    )
-                return
-            position += size + size % 2
-        raise InvalidMediaError("the WAV file is truncated: it has no data chunk")
-    if data[:4] == b"FORM" and len(data) >= 8:
-        (size,) = struct.unpack_from(">I", data, 4)
-        if size < _UNKNOWN_SIZE and 8 + size > len(data):
-            raise InvalidMediaError(
-                f"the AIFF file is truncated: {8 + size:,} bytes declared, {len(data):,} there"
-            )
-    last_page = data.rfind(b"OggS")
-    if data[:4] == b"OggS":
-        segments = data[last_page + 26] if last_page + 27 <= len(data) else 256
-        table = data[last_page + 27 : last_page + 27 + segments]
-        if len(table) < segments or last_page + 27 + segments + sum(table) > len(data):
-            raise InvalidMediaError("the Ogg file is truncated: its last page is incomplete")
-
-
 def _ffmpeg_container(data: bytes) -> str | None:
     if data[4:8] == b"ftyp":
         return "mov"
@@ -200,21 +194,21 @@ def _ffmpeg_container(data: bytes) -> str | None:
     return None
 
 
-def _read_sndfile(data: bytes, limits: Limits) -> tuple[np.ndarray, int, int]:
+def _read_sndfile(data: bytes, limits: Limits) -> Iterator[Waveform]:
+    read = 0
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
             rate, channels, declared = file.samplerate, file.channels, file.frames
             exact = file.format in ("WAV", "WAVEX", "RF64", "FLAC", "AIFF", "W64", "CAF", "AU")
             unknown = declared >= 2**62
             _check_header(rate, channels, 0 if unknown else declared, limits)
-            mono = _collect(_blocks(file), rate, channels, limits)
+            for block in _mixed(_blocks(file), rate, channels, limits):
+                read += len(block.samples)
+                yield block
     except soundfile.LibsndfileError as error:
         raise InvalidMediaError(f"the audio can't be decoded: {_reason(error)}") from error
-    if exact and not unknown and len(mono) < declared:
-        raise InvalidMediaError(
-            f"the audio is truncated: {declared:,} samples declared, {len(mono):,} readable"
-        )
-    return mono, rate, channels
+    if exact and not unknown and read < declared:
+        raise InvalidMediaError(f"the audio is truncated: {declared:,} samples declared, {read:,} readable")
 
 
 def _reason(error: soundfile.LibsndfileError) -> str:
@@ -235,7 +229,7 @@ def _blocks(file: soundfile.SoundFile) -> Iterator[np.ndarray]:
         yield block
 
 
-def _read_ffmpeg(data: bytes, container: str, limits: Limits) -> tuple[np.ndarray, int, int]:
+def _read_ffmpeg(data: bytes, container: str, limits: Limits) -> Iterator[Waveform]:
     import av  # imports slowly, and most sounds are not in these containers
 
     try:
@@ -255,21 +249,20 @@ def _read_ffmpeg(data: bytes, container: str, limits: Limits) -> tuple[np.ndarra
                 for out in resampler.resample(frame)
                 if out.sample_rate == rate and out.layout.nb_channels == channels
             )
-            mono = _collect(blocks, rate, channels, limits)
+            yield from _mixed(blocks, rate, channels, limits)
     except av.error.FFmpegError as error:
         raise InvalidMediaError(f"the audio can't be decoded: {error.strerror}") from error
-    return mono, rate, channels
 
 
-def _collect(blocks: Iterator[np.ndarray], rate: int, channels: int, limits: Limits) -> np.ndarray:
-    """Mono samples of blocks ``[n, channels]``; stops at the limits, whatever a header declared."""
-    parts, total = [], 0
+def _mixed(blocks: Iterator[np.ndarray], rate: int, channels: int, limits: Limits) -> Iterator[Waveform]:
+    """Mono blocks of blocks ``[n, channels]``; stops at the limits, whatever a header declared."""
+    total = 0
     for block in blocks:
-        # Mixing infinities of both signs gives NaN, which is refused like them.
-        with np.errstate(invalid="ignore", over="ignore"):
-            parts.append(block.mean(axis=1, dtype=np.float32))
         total += len(block)
         _check_header(rate, channels, total, limits)
+        # Mixing infinities of both signs gives NaN, which is refused like them.
+        with np.errstate(invalid="ignore", over="ignore"):
+            mono = block.mean(axis=1, dtype=np.float32)
+        yield Waveform(mono, rate, channels)
     if not total:
         raise InvalidMediaError("the audio has no samples")
-    return np.concatenate(parts)

@@ -7,7 +7,9 @@
 
 Everything in the codec is causal, so a stream keeps the few frames that the next one depends on and
 computes these again; what it holds does not grow. Its codes and samples are those of the whole clip, up to
-the rounding of differently sized matrix products.
+the rounding of differently sized matrix products. Whole clips go through a stream too
+(:func:`encode_blocks`), ``FRAMES_AT_ONCE`` frames at a time wherever blocks end, so that their codes depend
+on the samples alone.
 
 Latency, beside the time that the computation takes: a frame's codes come ``ENCODER_SAMPLES`` = 1,440 samples
 (90 ms) after its first sample, 80 ms of which are the frame itself and 10 the rest of an analysis window;
@@ -17,7 +19,8 @@ for the last ``HELD_SAMPLES`` = 320 samples (20 ms), which the next frame's wind
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +33,7 @@ from torch import Tensor
 from ernie5.protocol.errors import InvalidInputError, InvalidMediaError
 from ernie5.tokenizers.audio.codec import FRAME
 from ernie5.tokenizers.audio.mel import FFT, HOP, SAMPLE_RATE, WINDOW, framed_log_mel
-from ernie5.tokenizers.audio.preprocessing import resampling_ratio
+from ernie5.tokenizers.audio.preprocessing import Waveform, resampling_ratio
 from ernie5.tokenizers.audio.vocoder import PHASE_PERIOD
 
 if TYPE_CHECKING:
@@ -41,8 +44,8 @@ ENCODER_SAMPLES = FRAME_SAMPLES - HOP + WINDOW // 2
 HELD_SAMPLES = WINDOW // 2
 _EDGE = FFT // 2
 _BLOCK = 1 << 16
-# Latent frames computed at once: what a long push may need of memory.
-_MOST_FRAMES = 250
+# Latent frames computed at once, 20 s: what a long clip or push may need of memory.
+FRAMES_AT_ONCE = 250
 
 
 class ResamplingStream:
@@ -82,6 +85,20 @@ class ResamplingStream:
         return np.clip(out, -1.0, 1.0).astype(np.float32)
 
 
+@dataclass(frozen=True, slots=True)
+class Frames:
+    """Successive frames: ``codes`` int16 ``[frames, levels]``, ``latent`` float32 ``[frames, D]``."""
+
+    codes: np.ndarray
+    latent: np.ndarray
+
+    @classmethod
+    def joined(cls, parts: Iterable[Frames]) -> Frames:
+        """One after the other; at least one part."""
+        codes, latents = zip(*((part.codes, part.latent) for part in parts))
+        return cls(np.concatenate(codes), np.concatenate(latents))
+
+
 class EncoderStream:
     """Samples in, codes out; see the module's text.
 
@@ -89,8 +106,20 @@ class EncoderStream:
         samples: how many samples at 16 kHz have come in.
     """
 
-    def __init__(self, tokenizer: AudioTokenizer, sample_rate: int = SAMPLE_RATE) -> None:
-        """For sound of ``sample_rate``; `InvalidInputError` for a rate beyond the tokenizer's limits."""
+    def __init__(
+        self, tokenizer: AudioTokenizer, sample_rate: int = SAMPLE_RATE, *, frames_at_once: int = 1
+    ) -> None:
+        """For sound of ``sample_rate``.
+
+        Args:
+            tokenizer: whose codes they are.
+            sample_rate: of the samples that come.
+            frames_at_once: frames wait until there are so many: one gives them as early as can be, more are
+                computed faster.
+
+        Raises:
+            InvalidInputError: a rate beyond the tokenizer's limits.
+        """
         limits = tokenizer.limits
         if not limits.lowest_rate <= sample_rate <= limits.highest_rate:
             raise InvalidInputError(
@@ -99,6 +128,7 @@ class EncoderStream:
             )
         self.tokenizer = tokenizer
         self.samples = 0
+        self._at_once = frames_at_once
         self._resampler = ResamplingStream(sample_rate)
         self._context = tokenizer.codec.encoder_context
         # Samples from the first that the next mel frame sees on; silence lies before the clip.
@@ -117,6 +147,18 @@ class EncoderStream:
             InvalidMediaError: NaN or infinite samples, or another shape; nothing was taken in.
             InvalidInputError: the stream has ended.
         """
+        return self.push_frames(samples).codes
+
+    def finish(self) -> np.ndarray:
+        """Codes of what is left, the last frame filled with silence; the stream ends.
+
+        Raises:
+            InvalidMediaError: not one sample came in.
+        """
+        return self.finish_frames().codes
+
+    def push_frames(self, samples: np.ndarray) -> Frames:
+        """:meth:`push` with the latent beside the codes."""
         if self._finished:
             raise InvalidInputError("the stream has ended; open another one")
         samples = np.asarray(samples)
@@ -129,39 +171,42 @@ class EncoderStream:
         mono = samples.mean(axis=1) if samples.ndim == 2 else samples
         return self._take(self._resampler.push(np.clip(mono, -1.0, 1.0).astype(np.float32)))
 
-    def finish(self) -> np.ndarray:
-        """Codes of what is left, the last frame filled with silence; the stream ends.
-
-        Raises:
-            InvalidMediaError: not one sample came in.
-        """
+    def finish_frames(self) -> Frames:
+        """:meth:`finish` with the latent beside the codes."""
         if self._finished:
             raise InvalidInputError("the stream has ended already")
-        codes = self._take(self._resampler.finish())
+        frames = self._take(self._resampler.finish())
         self._finished = True
         if not self.samples:
             raise InvalidMediaError("the audio has no samples")
         silence = -self.samples % FRAME_SAMPLES
-        return np.concatenate([codes, self._codes(F.pad(self._audio, (0, silence + _EDGE)))])
+        self._at_once = 1
+        return Frames.joined([frames, self._encoded(F.pad(self._audio, (0, silence + _EDGE)))])
 
-    def _take(self, samples: np.ndarray) -> np.ndarray:
+    def _take(self, samples: np.ndarray) -> Frames:
         self.samples += len(samples)
-        found = [np.zeros((0, self.tokenizer.levels), np.int16)]
-        for start in range(0, len(samples), _MOST_FRAMES * FRAME_SAMPLES):
-            part = torch.from_numpy(samples[start : start + _MOST_FRAMES * FRAME_SAMPLES].copy())
+        found = [self._no_frames()]
+        for start in range(0, len(samples), FRAMES_AT_ONCE * FRAME_SAMPLES):
+            part = torch.from_numpy(samples[start : start + FRAMES_AT_ONCE * FRAME_SAMPLES].copy())
             self._audio = torch.cat([self._audio, part])
-            found.append(self._codes(self._audio))
-        return np.concatenate(found)
+            found.append(self._encoded(self._audio))
+        return Frames.joined(found)
+
+    def _no_frames(self) -> Frames:
+        config = self.tokenizer.codec.config
+        return Frames(
+            np.zeros((0, self.tokenizer.levels), np.int16), np.zeros((0, config.latent), np.float32)
+        )
 
     @torch.inference_mode()
-    def _codes(self, audio: Tensor) -> np.ndarray:
-        """Codes of all frames that ``audio`` holds whole; forgets what no later frame needs."""
+    def _encoded(self, audio: Tensor) -> Frames:
+        """The frames that ``audio`` holds whole; forgets what no later frame needs."""
         tokenizer = self.tokenizer
         # The window is narrower than the transform, whose outer values it multiplies by zero.
         spare = (FFT - WINDOW) // 2
-        frames = max(0, (len(audio) + spare - FFT) // HOP + 1) // FRAME
+        frames = max(0, (len(audio) + spare - FFT) // HOP + 1) // FRAME // self._at_once * self._at_once
         if not frames:
-            return np.zeros((0, tokenizer.levels), np.int16)
+            return self._no_frames()
         needed = (frames * FRAME - 1) * HOP + FFT
         piece = F.pad(audio, (0, max(0, needed - len(audio))))[:needed].to(tokenizer.device)
         mels = framed_log_mel(piece)
@@ -169,7 +214,8 @@ class EncoderStream:
         seen = torch.cat([self._mels.to(mels.device).view(mels.shape[0], -1), mels], dim=-1)
         latent = tokenizer.codec.to_latent(seen[None])[..., -frames:]
         self._mels = seen[:, -self._context * FRAME :].clone()
-        return tokenizer.codec.codes_of(latent)[0].cpu().numpy().astype(np.int16)
+        codes = tokenizer.codec.codes_of(latent)[0]
+        return Frames(codes.cpu().numpy().astype(np.int16), latent[0].T.cpu().numpy())
 
 
 class DecoderStream:
@@ -208,8 +254,8 @@ class DecoderStream:
                 f"codes lie in 0 to {config.codebook_size - 1}, got {codes.min()} to {codes.max()}"
             )
         parts = [
-            self._push(codes[start : start + _MOST_FRAMES].astype(np.int64))
-            for start in range(0, len(codes), _MOST_FRAMES)
+            self._push(codes[start : start + FRAMES_AT_ONCE].astype(np.int64))
+            for start in range(0, len(codes), FRAMES_AT_ONCE)
         ]
         return np.concatenate(parts) if parts else np.zeros(0, np.float32)
 
@@ -244,6 +290,55 @@ class DecoderStream:
         self._mels = self._mels[..., first - self._first :].clone()
         self._first = first
         return out
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedClip:
+    """The frames of a whole clip, its length in samples at 16 kHz and the channels it had."""
+
+    frames: Frames
+    samples: int
+    channels: int
+
+
+def encode_blocks(tokenizer: AudioTokenizer, blocks: Callable[[], Iterator[Waveform]]) -> EncodedClip:
+    """The frames of a clip that comes in blocks, in memory that does not grow with it (but for its frames).
+
+    As in :func:`~ernie5.tokenizers.audio.preprocessing.to_codec_rate` a clip with samples beyond +-1 is
+    scaled to its peak; since this shows when it is reached, such a clip is read twice.
+
+    Args:
+        tokenizer: whose frames they are.
+        blocks: gives the clip's mono blocks, all of one rate, each time from the start.
+
+    Raises:
+        InvalidMediaError: NaN or infinite samples, or none at all.
+    """
+    peak = np.float32(1.0)
+    while True:
+        stream: EncoderStream | None = None
+        found: list[Frames] = []
+        loudest, channels = peak, 1
+        for block in blocks():
+            if stream is None:
+                stream = EncoderStream(tokenizer, block.sample_rate, frames_at_once=FRAMES_AT_ONCE)
+                channels = block.channels
+            highest = np.abs(block.samples).max(initial=0.0)
+            if not np.isfinite(highest):
+                raise InvalidMediaError("the audio holds NaN or infinite samples")
+            loudest = max(loudest, highest)
+            # Once louder, only the peak is still to be found.
+            if loudest == peak:
+                frames = stream.push_frames(block.samples / peak)
+                # Nothing small is kept between large passing arrays: it would hold the allocator's heap open.
+                if len(frames.codes):
+                    found.append(frames)
+        if stream is None:
+            raise InvalidMediaError("the audio has no samples")
+        if loudest == peak:
+            found.append(stream.finish_frames())
+            return EncodedClip(Frames.joined(found), stream.samples, channels)
+        peak = loudest
 
 
 def encode_file(tokenizer: AudioTokenizer, path: Path) -> Iterator[np.ndarray]:

@@ -19,7 +19,6 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from ernie5.protocol.errors import (
     ErnieMultiError,
@@ -32,16 +31,17 @@ from ernie5.protocol.errors import (
 from ernie5.protocol.samples import Segment
 from ernie5.protocol.tokens import CodebooksLayout, TokenSpan
 from ernie5.tokenizers.audio.codec import FRAME, MelCodec
-from ernie5.tokenizers.audio.mel import HOP, SAMPLE_RATE, log_mel
+from ernie5.tokenizers.audio.mel import HOP, SAMPLE_RATE
 from ernie5.tokenizers.audio.preprocessing import (
     DEFAULT_LIMITS,
     Limits,
     Waveform,
-    read_audio,
-    to_codec_rate,
+    audio_blocks,
+    waveform_blocks,
     write_audio,
 )
 from ernie5.tokenizers.audio.storage import CODEC_FILE, SHIPPED, VOCODER_FILE, read_codec, read_vocoder
+from ernie5.tokenizers.audio.streaming import encode_blocks
 from ernie5.tokenizers.audio.vocoder import Vocoder
 from ernie5.tokenizers.base import Medium
 
@@ -51,7 +51,7 @@ FRAME_SAMPLES = FRAME * HOP
 FRAME_RATE = SAMPLE_RATE / FRAME_SAMPLES
 
 # Raised whenever the computation changes such that equal weights give other codes.
-_REVISION = 2
+_REVISION = 3
 FEATURE_ENCODER = "codec"
 
 
@@ -107,6 +107,8 @@ class AudioTokenizer:
     ) -> TokenSpan:
         """Codes int16 ``[frames, levels]`` of a sound, 12.5 frames a second; silence fills the last one.
 
+        The sound is read and coded piece by piece, so that a long one needs the memory of a short one.
+
         Args:
             audio: the bytes of a file, or a waveform of any rate.
             modality: ``speech`` or ``sound``.
@@ -116,32 +118,29 @@ class AudioTokenizer:
 
         Raises:
             InvalidMediaError, MediaTooLargeError, UnsupportedMediaError: see
-                :func:`~ernie5.tokenizers.audio.preprocessing.read_audio`.
+                :func:`~ernie5.tokenizers.audio.preprocessing.audio_blocks`; also NaN or infinite samples.
         """
         if modality not in self.modalities:
             raise UnsupportedMediaError(
                 f"the audio tokenizer takes {' and '.join(self.modalities)}, not {modality}"
             )
         if isinstance(audio, Waveform):
-            waveform = to_codec_rate(audio, self.limits)
+            blocks = partial(waveform_blocks, audio, self.limits)
         else:
-            waveform = read_audio(audio, content_type, self.limits)
-        samples = torch.from_numpy(waveform.samples).to(self.device)
-        padded = F.pad(samples, (0, -len(samples) % FRAME_SAMPLES))
-        latent = self.codec.to_latent(log_mel(padded)[None])
-        codes = self.codec.codes_of(latent)[0]
+            blocks = partial(audio_blocks, audio, content_type, self.limits)
+        clip = encode_blocks(self, blocks)
         layout = CodebooksLayout(
             codebook_size=self.codec.config.codebook_size,
             levels=self.levels,
             frame_rate=FRAME_RATE,
             sample_rate=float(SAMPLE_RATE),
-            samples=len(samples),
-            channels=waveform.channels,
+            samples=clip.samples,
+            channels=clip.channels,
         )
         kept = {}
         if features:
-            kept[FEATURE_ENCODER] = latent[0].T[:, None].contiguous().cpu().numpy().astype(np.float16)
-        return TokenSpan(modality, layout, codes.cpu().numpy().astype(np.int16), self.hash, features=kept)
+            kept[FEATURE_ENCODER] = clip.frames.latent[:, None].astype(np.float16)
+        return TokenSpan(modality, layout, clip.frames.codes, self.hash, features=kept)
 
     @torch.inference_mode()
     def decode(self, span: TokenSpan, levels: int | None = None) -> Waveform:

@@ -15,6 +15,7 @@ from ernie5.tokenizers.modalities.codec import SAMPLES, Figure, SampleFile, Text
 Records = tuple[tuple[str, str], ...]
 
 _LETTERS = re.compile(r"[A-Z*-]+")
+_LINE_END = re.compile("\r\n|\n|\r")
 _LINE = 60
 
 
@@ -30,11 +31,14 @@ class ProteinCodec(TextCodec[Records]):
 
     def read(self, data: bytes, content_type: str) -> Records:
         records: list[tuple[str, list[str]]] = []
-        for number, line in enumerate(utf8(data, "FASTA").splitlines(), 1):
+        # Not splitlines, which would end a header at form feeds and Unicode's own separators.
+        for number, line in enumerate(_LINE_END.split(utf8(data, "FASTA")), 1):
             if line.startswith(">"):
                 records.append((line[1:].strip(), []))
             elif line.strip():
-                letters = line.strip().upper()
+                letters = line.strip()
+                # Capitals of other alphabets' letters can be amino acid codes: ß would be two serines.
+                letters = letters.upper() if letters.isascii() else letters
                 if not records:
                     raise InvalidMediaError(f"line {number} comes before the first '>' header", param="data")
                 if not _LETTERS.fullmatch(letters):

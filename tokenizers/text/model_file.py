@@ -131,8 +131,14 @@ def as_fallback(name: str) -> Fallback:
 
 
 def with_fallback(data: bytes, fallback: Fallback) -> bytes:
-    """A file whose characters without a piece are written in ``fallback``; UTF-8 needs no field."""
-    rest = b"".join(_field(number, value) for number, value in _fields(data) if number != _FALLBACK)
+    """A file whose characters without a piece are written in ``fallback``; UTF-8 needs no field.
+
+    ``InvalidInputError`` where ``data`` is no SentencePiece file.
+    """
+    try:
+        rest = b"".join(_field(number, value) for number, value in _fields(data) if number != _FALLBACK)
+    except ValueError as error:
+        raise InvalidInputError(f"not a SentencePiece model: {error}", param="model") from None
     return rest if fallback == FALLBACKS[0] else rest + _field(_FALLBACK, fallback.encode())
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import soundfile
 import torch
+import torch.nn.functional as F
 
 from ernie5.protocol.errors import InvalidInputError, InvalidMediaError
 from ernie5.tokenizers.audio.codec import MelCodec
@@ -15,10 +17,12 @@ from ernie5.tokenizers.audio.mel import log_mel
 from ernie5.tokenizers.audio.preprocessing import Waveform
 from ernie5.tokenizers.audio.streaming import (
     ENCODER_SAMPLES,
+    FRAMES_AT_ONCE,
     HELD_SAMPLES,
     DecoderStream,
     EncoderStream,
     ResamplingStream,
+    encode_blocks,
     encode_file,
 )
 from ernie5.tokenizers.audio.tokenizer import FRAME_SAMPLES, AudioTokenizer
@@ -126,6 +130,61 @@ def test_files_are_encoded_in_blocks(tokenizer: AudioTokenizer, tmp_path: Path) 
     (tmp_path / "cut.wav").write_bytes(encoded(samples)[:30])
     with pytest.raises(InvalidMediaError):
         list(encode_file(tokenizer, tmp_path / "cut.wav"))
+
+
+def in_memory(samples: np.ndarray, rate: int, *sizes: int) -> Callable[[], Iterator[Waveform]]:
+    return lambda: iter([Waveform(block, rate) for block in in_blocks(samples, sizes)])
+
+
+@pytest.mark.parametrize("length", [1, 1281, 16_000])
+def test_short_clips_are_encoded_as_one(tokenizer: AudioTokenizer, length: int) -> None:
+    samples = voice_like(1.0)[:length]
+    span = tokenizer.encode(Waveform(samples, 16_000))
+    padded = F.pad(torch.from_numpy(samples), (0, -length % FRAME_SAMPLES))
+    with torch.inference_mode():
+        latent = tokenizer.codec.to_latent(log_mel(padded)[None])
+        codes = tokenizer.codec.codes_of(latent)[0]
+    assert np.array_equal(span.codes, codes.numpy())
+    assert np.array_equal(span.features["codec"][:, 0], latent[0].T.numpy().astype(np.float16))
+
+
+@pytest.mark.parametrize("rate", [8_000, 16_000])
+def test_a_long_clip_is_encoded_alike_wherever_its_blocks_end(tokenizer: AudioTokenizer, rate: int) -> None:
+    samples = np.tile(voice_like(4.0, rate), 6)
+    samples *= np.linspace(0.2, 1.0, len(samples), dtype=np.float32)
+    assert len(samples) / rate * 12.5 > FRAMES_AT_ONCE
+    whole = encode_blocks(tokenizer, in_memory(samples, rate, len(samples)))
+    for sizes in ((1024,), (65_536,), (7, 50_001)):
+        parts = encode_blocks(tokenizer, in_memory(samples, rate, *sizes))
+        assert np.array_equal(parts.frames.codes, whole.frames.codes)
+        assert np.array_equal(parts.frames.latent, whole.frames.latent)
+    assert np.array_equal(tokenizer.encode(Waveform(samples, rate)).codes, whole.frames.codes)
+
+
+def test_a_loud_clip_is_scaled_by_its_loudest_sample_wherever_that_is(tokenizer: AudioTokenizer) -> None:
+    samples = voice_like(9.0)
+    samples[-50] = 0.9
+    plain = tokenizer.encode(Waveform(samples / np.float32(0.9), 16_000))
+    loud = encoded(samples * np.float32(4), subtype="FLOAT")
+    quiet_scaled = tokenizer.encode(loud)
+    assert np.mean(quiet_scaled.codes == plain.codes) > 0.98
+    clipped = tokenizer.encode(Waveform(np.clip(samples * 4, -1, 1), 16_000))
+    assert np.mean(quiet_scaled.codes == clipped.codes) < 0.9
+
+
+def test_a_whole_clip_is_never_held(tokenizer: AudioTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    longest = 0
+    original = EncoderStream._encoded
+
+    def watched(stream: EncoderStream, audio: torch.Tensor) -> object:
+        nonlocal longest
+        longest = max(longest, len(audio))
+        return original(stream, audio)
+
+    monkeypatch.setattr(EncoderStream, "_encoded", watched)
+    span = tokenizer.encode(encoded(np.tile(voice_like(5.0), 14)))
+    assert len(span.codes) == 875
+    assert longest <= 2 * FRAMES_AT_ONCE * FRAME_SAMPLES
 
 
 def test_bad_input_is_refused_and_takes_nothing_in(tokenizer: AudioTokenizer) -> None:

@@ -131,6 +131,14 @@ def test_proteins_come_back(records: tuple[tuple[str, str], ...]) -> None:
     assert PROTEIN.read(PROTEIN.write(records, ""), "") == records
 
 
+@pytest.mark.parametrize("separator", ["\v", "\f", "\x1c", "\x85", "\u2028"])
+def test_a_protein_header_ends_at_its_line_end_only(separator: str) -> None:
+    header = f"a{separator}ACDE"
+    for line_end in ("\n", "\r\n", "\r"):
+        data = line_end.join([f">{header}", "mk", "VL", ""]).encode()
+        assert PROTEIN.read(data, "") == ((header, "MKVL"),)
+
+
 # Among them aspirin, caffeine, glucose, cubane, penicillin G, alanine and copper(II) sulfate.
 MOLECULES = [
     "C",
@@ -242,6 +250,8 @@ HOSTILE = [
     (STROKES, drawing(strokes={"a": 1}), "", "list"),
     (PROTEIN, b"ACD", "", "before the first"),
     (PROTEIN, b">x\nAC1", "", "amino acid letters"),
+    (PROTEIN, ">x\nß".encode(), "", "amino acid letters"),
+    (PROTEIN, ">x\nMı".encode(), "", "amino acid letters"),
     (PROTEIN, b">x\n>y\nA", "", "no sequence"),
     (PROTEIN, b" ", "", "no record"),
     (MOLECULE, b"CCO ethanol", "", "no spaces"),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ernie5.protocol.errors import InvalidInputError, InvalidMediaError
 from ernie5.protocol.samples import Segment
 from ernie5.tokenizers.text import TextTokenizer
+from ernie5.tokenizers.text.model_file import Fallback
 from ernie5.tokenizers.text.tokenizer import WEIGHTS
 
 UTF8 = TextTokenizer.load()
@@ -122,3 +123,10 @@ def test_a_lone_surrogate_is_refused(tokenizer: TextTokenizer) -> None:
 def test_an_unknown_encoding_is_refused() -> None:
     with pytest.raises(InvalidInputError, match=r"utf-7.*known are utf-8, utf-16be"):
         TextTokenizer(UTF8.model, fallback="utf-7")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fallback", [None, "utf-8", "utf-16be"])
+def test_a_file_that_is_no_model_is_refused_in_any_encoding(fallback: Fallback | None) -> None:
+    for data in (b"x", b"\n\xff\xff", b"not a model"):
+        with pytest.raises(InvalidInputError, match="not a SentencePiece model"):
+            TextTokenizer(data, fallback=fallback)
