@@ -1,8 +1,9 @@
 """The content-addressed cache of token spans.
 
 A span lies under ``cache:{media hash}:{tokenizer hash}:{variant}`` (the tokenizer's hash knows weights,
-device kind and dtype) once, whatever number of samples refer to it; assembled samples carry names. All runs
-on one Redis share it. ``cache:lru`` sorts the names by last use, ``cache:bytes`` counts; the scripts that
+device kind and dtype) once, whatever number of samples refer to it; assembled samples carry names. Text that
+is cut anew for each sample (BPE-dropout) has the sample's ordinal in the name too. All runs on one Redis
+share it. ``cache:lru`` sorts the names by last use, ``cache:bytes`` counts; the scripts that
 add and complete keep both, and evict the least recently used above the limit, sparing what samples on their
 way may refer to. Should one go missing all the same, the trainer's feed has its sample made again.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import redis
 
@@ -20,20 +22,35 @@ from ernie5.protocol.tokens import TokenSpan
 from ernie5.protocol.wire import decode_span
 from ernie5.services.redis_client import unavailable_on_loss
 
+if TYPE_CHECKING:
+    from ernie5.tokenizers.text.dropout import BpeDropout
+
 logger = logging.getLogger(__name__)
 
 CACHE_PREFIX = "cache"
 DEFAULT_CACHE_BYTES = 256 << 20
 
 
-def span_cache_key(media_hash: str, tokenizer: str, variant: str) -> str:
-    """Name of a cached span; ``variant`` as :func:`variant_of` gives it."""
-    return f"{media_hash}:{tokenizer}:{variant}"
+_DRAWN = "~"
 
 
-def variant_of(*, features: bool, latent: bool) -> str:
-    """What a span carries beside its codes: ``f`` features, ``l`` the latent, ``-`` neither."""
-    return ("f" if features else "") + ("l" if latent else "") or "-"
+def span_cache_key(media_hash: str, tokenizer: str, variant: str, ordinal: int) -> str:
+    """Name of a cached span; ``variant`` as :func:`variant_of` gives it.
+
+    ``ordinal`` is that of the sample; it counts for drawn variants only.
+    """
+    return f"{media_hash}:{tokenizer}:{variant}" + (f"@{ordinal}" if _DRAWN in variant else "")
+
+
+def variant_of(*, features: bool, latent: bool, dropout: BpeDropout | None = None) -> str:
+    """What a span carries beside its codes: ``f`` features, ``l`` the latent, ``-`` neither.
+
+    With ``dropout`` its rate and seed follow (``-~0.1~7``): such spans differ from sample to sample.
+    """
+    carried = ("f" if features else "") + ("l" if latent else "") or "-"
+    if dropout is None:
+        return carried
+    return f"{carried}{_DRAWN}{float(dropout.rate)!r}{_DRAWN}{dropout.seed}"
 
 
 class SpanCache:

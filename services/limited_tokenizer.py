@@ -7,11 +7,15 @@ anything of it is decoded.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from ernie5.protocol.errors import ErnieMultiError, MediaTooLargeError
 from ernie5.protocol.samples import Segment
 from ernie5.protocol.tokens import TokenSpan
 from ernie5.tokenizers.base import Medium, Tokenizer
+
+if TYPE_CHECKING:
+    from ernie5.tokenizers.text.dropout import BpeDropout
 
 
 class LimitedTokenizer:
@@ -28,12 +32,22 @@ class LimitedTokenizer:
         self.content_types: Mapping[str, str] = getattr(tokenizer, "content_types", {})
 
     def encode_segments(
-        self, segments: Sequence[Segment], *, features: bool = True, latent: bool = False
+        self,
+        segments: Sequence[Segment],
+        *,
+        features: bool = True,
+        latent: bool = False,
+        dropout: BpeDropout | None = None,
+        positions: Sequence[int] | None = None,
     ) -> list[TokenSpan | ErnieMultiError]:
-        """See :class:`~ernie5.tokenizers.base.Tokenizer`."""
+        """See :class:`~ernie5.tokenizers.base.Tokenizer`; ``dropout`` and ``positions`` are the text's."""
         problems = [self._problem(segment) for segment in segments]
         good = [segment for segment, problem in zip(segments, problems) if problem is None]
-        results = iter(self._tokenizer.encode_segments(good, features=features, latent=latent))
+        # Only text tokenizers know these two.
+        draws: dict[str, Any] = {} if dropout is None else {"dropout": dropout}
+        if dropout is not None and positions is not None:
+            draws["positions"] = [place for place, problem in zip(positions, problems) if problem is None]
+        results = iter(self._tokenizer.encode_segments(good, features=features, latent=latent, **draws))
         return [next(results) if problem is None else problem for problem in problems]
 
     def decode_spans(

@@ -57,15 +57,23 @@ def load_tokenizer(name: str, settings: TokenizerServiceSettings | None = None) 
     """The shipped tokenizer of a service; only its own dependencies are imported.
 
     ``ERNIE_MULTI_TEXT_MODEL`` names a SentencePiece model for text instead, as imported networks have one.
-    Of ``settings`` the vision pool and the limits count.
+    Of ``settings`` the vision pool and the limits count, and the text pool, whose dropout is tried.
+
+    Raises:
+        InvalidInputError: an unknown name, a setting that the tokenizer can't follow, or a bad model.
     """
     _known(name)
     settings = settings or TokenizerServiceSettings()
     own = os.environ.get("ERNIE_MULTI_TEXT_MODEL")
-    if name == "text" and own:
+    if name == "text":
+        from ernie5.tokenizers.text.dropout import BpeDropout
         from ernie5.tokenizers.text.tokenizer import TextTokenizer
 
-        return TextTokenizer.load(Path(own))
+        text_tokenizer = TextTokenizer.load(Path(own) if own else None)
+        if settings.text.dropout:
+            # Refused here where the model has no merges, not with every sample of the run.
+            text_tokenizer.ids("a", dropout=BpeDropout(settings.text.dropout))
+        return text_tokenizer
     if name == "vision":
         return _load_vision(settings)
     tokenizer = load_base(name)

@@ -32,6 +32,17 @@ class PoolSettings(Settings):
         return self
 
 
+class TextPoolSettings(PoolSettings):
+    """The text pool and how the text of a training run is cut.
+
+    ``dropout`` is the share of merges that BPE-dropout leaves out, ``dropout_seed`` belongs to its draws.
+    They count for the work stream only, never for HTTP, and all replicas of a run need the same two.
+    """
+
+    dropout: Annotated[float, Field(ge=0, le=1)] = 0.0
+    dropout_seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
+
+
 class VisionPoolSettings(PoolSettings):
     """The vision pool and how its network runs.
 
@@ -102,7 +113,7 @@ class TokenizerServiceSettings(ServiceSettings):
     section: ClassVar[str] = "service"
     environment_names: ClassVar[dict[str, str]] = {"run": "ERNIE_MULTI_RUN"}
 
-    text: PoolSettings = PoolSettings()
+    text: TextPoolSettings = TextPoolSettings()
     audio: PoolSettings = PoolSettings()
     vision: VisionPoolSettings = VisionPoolSettings()
     scaling: ScalingSettings = ScalingSettings()

@@ -20,6 +20,7 @@ from ernie5.tokenizers.base import Tokenizer
 if TYPE_CHECKING:
     from ernie5.services.streams import WorkQueue
     from ernie5.services.worker import DrainMetrics
+    from ernie5.tokenizers.text.dropout import BpeDropout
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +105,7 @@ class WorkDrain:
                     settings.work_batch_size,
                     self._count,
                     latent=settings.work_latent,
+                    dropout=self._dropout(),
                 )
             except ErnieMultiError as error:
                 self._status = f"waiting: {error}"
@@ -113,6 +115,15 @@ class WorkDrain:
                 logger.exception("draining the work stream of %s failed; trying again", self._service)
             self._stop.wait(_RETRY_S)
         self._status = "stopped"
+
+    def _dropout(self) -> BpeDropout | None:
+        """How training's text is cut; HTTP requests of the same replica never are."""
+        pool = self._settings.text
+        if self._service != "text" or not pool.dropout:
+            return None
+        from ernie5.tokenizers.text.dropout import BpeDropout
+
+        return BpeDropout(pool.dropout, pool.dropout_seed)
 
     def _count(self, metrics: DrainMetrics) -> None:
         self._counts = dataclasses.asdict(metrics)

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ernie5.protocol.errors import (
     ErnieMultiError,
@@ -30,6 +30,9 @@ from ernie5.protocol.tokens import TokenSpan
 from ernie5.protocol.wire import encode_span
 from ernie5.services.streams import Completion, Failure, WorkEntry, WorkQueue, span_cache_key, variant_of
 
+if TYPE_CHECKING:
+    from ernie5.tokenizers.text.dropout import BpeDropout
+
 logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
@@ -40,7 +43,7 @@ _GIVE_UP_AFTER_STOP_S = 5.0
 
 
 class Encoder(Protocol):
-    """The part of a tokenizer that the loop uses."""
+    """The part of a tokenizer that the loop uses; with dropout also the text tokenizer's arguments."""
 
     hash: str
     modalities: tuple[str, ...]
@@ -82,18 +85,20 @@ def drain(
     block_ms: int = 500,
     consumer: str | None = None,
     replace_tokenizer: bool = False,
+    dropout: BpeDropout | None = None,
 ) -> DrainMetrics:
     """Tokenise the entries of the tokenizer's service until ``stop_event``; blocks.
 
     Spans carry features and latent as asked. ``on_metrics`` gets a copy of the totals after each batch. On
     a stop the batch in hand is finished, or handed back where it has not begun. ``replace_tokenizer`` takes
-    over a run that used another tokenizer.
+    over a run that used another tokenizer. ``dropout`` cuts each sample's text by the sample's ordinal; it is
+    part of what the run registers, so that all its workers have the same.
 
     Raises:
         TokenizerMismatchError: the run uses another tokenizer for one of the modalities.
         InvalidInputError: the modalities belong to several services.
     """
-    return _Drain(tokenizer, stream, stop_event, features, latent, consumer).run(
+    return _Drain(tokenizer, stream, stop_event, features, latent, consumer, dropout).run(
         batch_size, block_ms, on_metrics, replace_tokenizer
     )
 
@@ -107,13 +112,18 @@ class _Drain:
         features: bool,
         latent: bool,
         consumer: str | None,
+        dropout: BpeDropout | None,
     ) -> None:
         self.tokenizer = tokenizer
         self.stream = stream
         self.stop = stop_event
         self.features = features
         self.latent = latent
-        self.variant = variant_of(features=features, latent=latent)
+        self.dropout = dropout if dropout is not None and dropout.rate > 0 else None
+        plain = variant_of(features=features, latent=latent)
+        drawn = variant_of(features=features, latent=latent, dropout=self.dropout)
+        cut = () if self.dropout is None else self.dropout.modalities
+        self.variants = {name: drawn if name in cut else plain for name in tokenizer.modalities}
         self.service = _service_of(tokenizer.modalities)
         self.consumer = consumer or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self.metrics = DrainMetrics()
@@ -159,7 +169,7 @@ class _Drain:
     def _register(self, replace_tokenizer: bool) -> None:
         for modality in self.tokenizer.modalities:
             self.stream.register_tokenizer(
-                modality, self.tokenizer.hash, self.variant, replace=replace_tokenizer
+                modality, self.tokenizer.hash, self.variants[modality], replace=replace_tokenizer
             )
 
     def _settle(self, entries: Sequence[WorkEntry]) -> None:
@@ -252,7 +262,12 @@ class _Drain:
         started = time.monotonic()
         try:
             segments = [entry.segment for entry in entries if entry.segment is not None]
-            spans = self.tokenizer.encode_segments(segments, features=self.features, latent=self.latent)
+            draws: dict[str, Any] = {}
+            if self.dropout is not None:
+                draws = {"dropout": self.dropout, "positions": [entry.ordinal for entry in entries]}
+            spans = self.tokenizer.encode_segments(
+                segments, features=self.features, latent=self.latent, **draws
+            )
             if len(spans) != len(entries):
                 raise RuntimeError(f"the tokenizer gave {len(spans)} results for {len(entries)} segments")
             return [encode_span(span) if isinstance(span, TokenSpan) else span for span in spans]
@@ -286,7 +301,10 @@ class _Drain:
             self.metrics.retried += 1
 
     def _cache_key(self, entry: WorkEntry) -> str:
-        return span_cache_key(entry.media_hash, self.tokenizer.hash, self.variant)
+        # What the tokenizer doesn't take gets no span, so that its name doesn't matter.
+        modality = entry.segment.modality if entry.segment is not None else ""
+        variant = self.variants.get(modality, "-")
+        return span_cache_key(entry.media_hash, self.tokenizer.hash, variant, entry.ordinal)
 
     def _persist(self, call: Callable[[], R]) -> R | None:
         """``call()`` until Redis answers; None when that takes too long after a stop."""

@@ -10,6 +10,7 @@ from ernie5.protocol.errors import InvalidInputError
 from ernie5.protocol.modalities import ServiceName, modality_of
 from ernie5.protocol.samples import Sample, Segment
 from ernie5.protocol.wire import encode_segment
+from ernie5.services.cache import span_cache_key
 from ernie5.services.redis_client import unavailable_on_loss
 from ernie5.services.streams.head import bare_head, write_head
 from ernie5.services.streams.keys import Failure
@@ -225,10 +226,9 @@ def _prepare_sample(ordinal: int, sample: Sample | Failure, tokenizers: Mapping[
                 modality=segment.modality,
             )
             return _PreparedSample(ordinal, bare_head("", sample.metadata), failure.as_json())
-        known = tokenizers.get(segment.modality)
-        segments.append(
-            _PreparedSegment(segment, service, media_hash, f"{media_hash}:{known}" if known else "")
-        )
+        tokenizer, _, variant = tokenizers.get(segment.modality, "").partition(":")
+        cache_key = span_cache_key(media_hash, tokenizer, variant, ordinal) if tokenizer else ""
+        segments.append(_PreparedSegment(segment, service, media_hash, cache_key))
     try:
         head = write_head(sample, sample.sample_id)
     except InvalidInputError as error:

@@ -78,7 +78,7 @@ class RunStream:
         if known != value:
             raise TokenizerMismatchError(
                 f"run {self.keys.run!r} uses the {modality} tokenizer {known}, not {value}; start the same "
-                "tokenizer (weights, device kind, dtype) on every replica, or a run of another name",
+                "tokenizer (weights, device kind, dtype, dropout) on every replica, or a run of another name",
                 param=modality,
             )
 

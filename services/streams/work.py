@@ -128,11 +128,12 @@ class WorkQueue(RunStream):
     def complete(self, entry: WorkEntry, span: bytes) -> bool:
         """Store an encoded span for its entry; True when that published the sample.
 
-        Its tokenizer's hash, and whether it carries features and latent, name it in the cache.
+        Its tokenizer's hash, and whether it carries features and latent, name it in the cache. Not for
+        text cut with dropout, which the span doesn't tell: :meth:`complete_many` takes its name.
         """
         decoded = decode_span(span)
         variant = variant_of(features=bool(decoded.features), latent=decoded.latent is not None)
-        cache_key = span_cache_key(entry.media_hash, decoded.tokenizer, variant)
+        cache_key = span_cache_key(entry.media_hash, decoded.tokenizer, variant, entry.ordinal)
         published, _ = self.complete_many([Completion(entry, cache_key, span)])
         return published == 1
 

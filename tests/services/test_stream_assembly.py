@@ -139,7 +139,7 @@ def test_mixing_tokenizers_in_a_run_is_refused(stream):
 def test_a_promised_span_that_was_evicted_is_asked_for(stream):
     stream.add_sample(0, 0, texts("word"), length=1)
     (entry,) = stream.read_work("text", "w", 1, 0)
-    key = span_cache_key(entry.media_hash, HASHES["text"], "-")
+    key = span_cache_key(entry.media_hash, HASHES["text"], "-", entry.ordinal)
     promise = Completion(entry, key, None)
     assert stream.complete_many([promise]) == (0, [promise])
     assert stream.stats()["work"]["text"] == 1, "the entry stays with its worker"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ernie5.protocol.errors import ErnieMultiError, InvalidMediaError, UnsupportedMediaError
 from ernie5.protocol.samples import Segment
@@ -17,6 +17,9 @@ from ernie5.protocol.tokens import TokenSpan
 from ernie5.tokenizers.base import Medium, Tokenizer
 from ernie5.tokenizers.modalities.codec import Codec
 from ernie5.tokenizers.modalities.registry import Registry, load_registry
+
+if TYPE_CHECKING:
+    from ernie5.tokenizers.text.dropout import BpeDropout
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +51,27 @@ class ServiceTokenizer:
         )
 
     def encode_segments(
-        self, segments: Sequence[Segment], *, features: bool = True, latent: bool = False
+        self,
+        segments: Sequence[Segment],
+        *,
+        features: bool = True,
+        latent: bool = False,
+        dropout: BpeDropout | None = None,
+        positions: Sequence[int] | None = None,
     ) -> list[TokenSpan | ErnieMultiError]:
-        """See :class:`~ernie5.tokenizers.base.Tokenizer`; codecs have no latent."""
-        own = [segment for segment in segments if segment.modality not in self._codecs]
-        results = iter(self.base.encode_segments(own, features=features, latent=latent) if own else ())
+        """See :class:`~ernie5.tokenizers.base.Tokenizer`; codecs have no latent.
+
+        ``dropout`` and ``positions`` are those of the text tokenizer; codecs are never cut by them.
+        """
+        places = [place for place, segment in enumerate(segments) if segment.modality not in self._codecs]
+        own = [segments[place] for place in places]
+        # Only text tokenizers know these two.
+        draws: dict[str, Any] = {} if dropout is None else {"dropout": dropout}
+        if dropout is not None and positions is not None:
+            draws["positions"] = [positions[place] for place in places]
+        results = iter(
+            self.base.encode_segments(own, features=features, latent=latent, **draws) if own else ()
+        )
         return [
             self._guarded(segment.modality, partial(self._encode, segment, features))
             if segment.modality in self._codecs

@@ -15,6 +15,7 @@ import re
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from ernie5.protocol.errors import InvalidInputError
 from ernie5.tokenizers.text.model_file import ModelFile, Piece, PieceType
@@ -31,7 +32,10 @@ class BpeDropout:
             Chinese and Japanese.
         seed: of the run.
         position: of the sample in the order of the run, so that a text that comes again is cut anew.
+        modalities: what is cut so; other media of the text service keep their tokens.
     """
+
+    modalities: ClassVar[tuple[str, ...]] = ("text", "code")
 
     rate: float
     seed: int = 0

@@ -220,8 +220,8 @@ class TextTokenizer:
         """A span or an error for each segment; text has neither features nor latent.
 
         Args:
-            dropout: cuts that training draws anew; off where None. Spans keep the tokenizer's hash, so they
-                must not enter a cache of spans.
+            dropout: cuts that training draws anew; off where None. Spans keep the tokenizer's hash, so a
+                cache of spans has to name rate, seed and position beside it.
             positions: of each segment's sample in the order of the run, for ``dropout``; its own for all
                 where None.
         """
