@@ -97,12 +97,12 @@ _HALF: dict[tuple[str, str], dict[int, list[TileConfig]]] = {
     ("dq", "sm_90"): {
         64: [_T(128, 64, 8, 5), _T(128, 64, 8, 3), _T(128, 128, 8, 3)],
         128: [_T(128, 64, 8, 3), _T(64, 64, 4, 3)],
-        256: [_T(64, 32, 8, 2), _T(128, 32, 8, 2)],
+        256: [_T(64, 32, 8, 2), _T(128, 32, 8, 2, most_intervals=2)],
     },
 }
 # float32 products run on plain multiply-adds unless TF32 is allowed: small tiles, all families alike.
 _SINGLE: dict[str, dict[int, list[TileConfig]]] = {
-    "forward": {64: [_T(32, 32, 4, 2)], 128: [_T(32, 32, 4, 2)], 256: [_T(32, 16, 4, 2)]},
+    "forward": {64: [_T(32, 32, 4, 2)], 128: [_T(32, 16, 8, 1)], 256: [_T(16, 16, 8, 1)]},
     "dkdv": {64: [_T(32, 32, 4, 2)], 128: [_T(16, 32, 8, 1)], 256: [_T(16, 16, 8, 1)]},
     "dq": {64: [_T(32, 32, 4, 2)], 128: [_T(32, 32, 8, 2)], 256: [_T(16, 16, 4, 1)]},
 }
