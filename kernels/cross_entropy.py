@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from ernie5.kernels.checks import require_tensor
+from ernie5.kernels.checks import require_together
 
 _CHUNK = 1 << 19  # logits at a time: two megabytes in float32
 
@@ -32,15 +32,7 @@ def linear_cross_entropy(hidden_nd: Tensor, head_Vd: Tensor, target_n: Tensor, w
         ValueError: shapes that don't fit one another, targets that are no whole numbers or, on CPUs, beyond
             the head's rows.
     """
-    for name, tensor in (
-        ("hidden", hidden_nd),
-        ("head", head_Vd),
-        ("targets", target_n),
-        ("weights", weight_n),
-    ):
-        require_tensor(tensor, name)
-        if tensor.device != hidden_nd.device:
-            raise ValueError(f"{name} are on {tensor.device}, hidden on {hidden_nd.device}")
+    require_together({"hidden": hidden_nd, "head": head_Vd, "targets": target_n, "weights": weight_n})
     if target_n.dtype != torch.int64:
         raise ValueError(f"targets must be int64, got {target_n.dtype}")
     if hidden_nd.dim() != 2 or head_Vd.dim() != 2 or hidden_nd.shape[1] != head_Vd.shape[1]:

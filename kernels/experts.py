@@ -12,12 +12,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ernie5.kernels import experts_native
-from ernie5.kernels.checks import require_tensor
+from ernie5.kernels.checks import FLOATS, require_together
 from ernie5.kernels.dispatch import dispatch_order
 from ernie5.kernels.forward_mode import refuse_tangents
 
 BACKENDS = ("auto", "native", "grouped", "triton", "reference")
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def sparse_swiglu(
@@ -95,12 +94,9 @@ def _check(
     x: Tensor, gate_up: Tensor, down: Tensor, expert: Tensor, weight: Tensor, valid: Tensor | None
 ) -> None:
     named = {"tokens": x, "gate_up": gate_up, "down": down, "experts": expert, "weights": weight}
-    for name, tensor in (named if valid is None else {**named, "valid": valid}).items():
-        require_tensor(tensor, name)
-        if tensor.device != x.device:
-            raise ValueError(f"{name} are on {tensor.device}, the tokens on {x.device}; all must be together")
+    require_together(named if valid is None else {**named, "valid": valid})
     for name, tensor in (("tokens", x), ("gate_up", gate_up), ("weights", weight)):
-        if tensor.dtype not in _DTYPES:
+        if tensor.dtype not in FLOATS:
             raise ValueError(f"{name} must be floating-point of 16, 32 or 64 bits, got {tensor.dtype}")
     if valid is not None and valid.dtype != torch.bool:
         raise ValueError(f"valid must be bool, got {valid.dtype}")

@@ -12,7 +12,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from ernie5.kernels.checks import require_tensor
+from ernie5.kernels.checks import FLOATS, require_tensor
 from ernie5.kernels.flashmask import native
 from ernie5.kernels.flashmask.masks import sliding_window
 from ernie5.kernels.flashmask.paddle import intervals_from_startend
@@ -23,7 +23,6 @@ from ernie5.kernels.forward_mode import refuse_tangents
 
 _log = logging.getLogger(__name__)
 _TRITON_WIDTH = 256
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _LARGEST_SCALE = 1e30  # beyond, its product with an ordinary score leaves float32's range
 _HAS_FORWARD_MODE = "backend='reference' has one"
 BACKENDS = ("auto", "native", "triton", "panels", "reference")
@@ -299,7 +298,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
                 f"{name} is {tensor.dtype} on {tensor.device}, the query {query.dtype} on {query.device}; "
                 "all three must agree"
             )
-    if query.dtype not in _DTYPES:
+    if query.dtype not in FLOATS:
         raise ValueError(
             f"attention takes floating-point tensors of 16, 32 or 64 bits, got {query.dtype}; convert them"
         )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 FILE = "checkpoint.safetensors"
 
@@ -81,6 +81,13 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Te
         state.setdefault(int(index), {})[field] = value
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+@torch.no_grad()
+def round_to_half(model: nn.Module) -> None:
+    """Give ``model`` the float16 values that its file of weights will hold, still as float32."""
+    for parameter in model.parameters():
+        parameter.copy_(parameter.half().float())
 
 
 def write_json(path: Path, value: object) -> None:

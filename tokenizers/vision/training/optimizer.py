@@ -1,12 +1,12 @@
 """Muon for convolutions: momentum whose singular values are all brought to about one (Jordan 2024).
 
 The Newton-Schulz iteration runs on the small Gram matrix, so a step costs two products of the full matrix
-instead of
-ten: all its factors are polynomials of the Gram matrix and commute.
+instead of ten: all its factors are polynomials of the Gram matrix and commute. And how learning rates fall.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -59,3 +59,16 @@ class Muon(torch.optim.Optimizer):
                 scale = 0.2 * max(rows, columns) ** 0.5 * group["lr"]
                 for (parameter, _), update in zip(entries, stacked):
                     parameter.sub_(update.reshape(parameter.shape), alpha=scale)
+
+
+def follow_cosine(
+    optimizers: Iterable[torch.optim.Optimizer], step: int, progress: float, *, warm_up: int, least: float
+) -> None:
+    """Set learning rates for ``step`` at ``progress`` in [0, 1] of a run.
+
+    Half a cosine from each optimiser's own rate down to its share ``least``, after ``warm_up`` rising steps.
+    """
+    factor = min(1.0, (step + 1) / warm_up) * (0.5 + 0.5 * math.cos(math.pi * min(progress, 1.0))) + least
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = optimizer.defaults["lr"] * factor

@@ -27,6 +27,7 @@ from ernie5.tokenizers.vision.training.checkpoint import (
     named,
     optimizer_state,
     restore_optimizer,
+    round_to_half,
     write_json,
 )
 from ernie5.tokenizers.vision.training.data import BatchSampler, TrainingData
@@ -35,7 +36,7 @@ from ernie5.tokenizers.vision.training.evaluation import evaluate, write_sample_
 from ernie5.tokenizers.vision.training.judge import train_judge
 from ernie5.tokenizers.vision.training.losses import ExtraLosses, ExtraLossOptions
 from ernie5.tokenizers.vision.training.metrics import ssim
-from ernie5.tokenizers.vision.training.optimizer import Muon
+from ernie5.tokenizers.vision.training.optimizer import Muon, follow_cosine
 from ernie5.tokenizers.vision.training.quantiser import BitBalance, quantise_straight_through
 from ernie5.tokenizers.vision.training.teacher import Teacher
 from ernie5.tokenizers.vision.weights_file import FORMAT_VERSION, save_weights
@@ -106,8 +107,7 @@ def train(
     drive(run, "picture tokenizer", length, pause_seconds=options.evaluate_seconds, resume=resume)
     run.save()
     final = run.averaged_model()
-    for parameter in final.parameters():
-        parameter.data = parameter.data.half().float()
+    round_to_half(final)
     figures = evaluate(final, data, run.judge)
     write_sample_grid(final, data, out / "samples.png")
     write_json(out / "metrics.json", {"figures": figures, "curve": run.curve})
@@ -165,10 +165,7 @@ class _Run:
         """One step at ``progress`` in [0, 1) of the run; returns the running mean squared error."""
         started = time.process_time()
         options = self.options
-        factor = min(1.0, (self.step + 1) / 50) * (0.5 + 0.5 * math.cos(math.pi * min(progress, 1.0))) + 0.005
-        for optimizer in self.optimizers.values():
-            for group in optimizer.param_groups:
-                group["lr"] = optimizer.defaults["lr"] * factor
+        follow_cosine(self.optimizers.values(), self.step, progress, warm_up=50, least=0.005)
         self.model.train()
         batch = self.sampler.draw(self.step).contiguous(memory_format=torch.channels_last)
         loss, squared, decoded = _loss(

@@ -24,10 +24,12 @@ from ernie5.tokenizers.vision.training.checkpoint import (
     named,
     optimizer_state,
     restore_optimizer,
+    round_to_half,
     write_json,
 )
 from ernie5.tokenizers.vision.training.driver import Length, drive
 from ernie5.tokenizers.vision.training.metrics import ssim
+from ernie5.tokenizers.vision.training.optimizer import follow_cosine
 from ernie5.tokenizers.vision.training.quantiser import BitBalance, quantise_straight_through
 from ernie5.tokenizers.vision.video.data import ClipSampler, VideoData, held_out_clips
 from ernie5.tokenizers.vision.video.evaluation import compare, evaluate_video, write_strips
@@ -98,9 +100,7 @@ def train_video(
     drive(run, "video tokenizer", length, pause_seconds=seconds, resume=resume)
     run.save()
     final = run.averaged()
-    with torch.no_grad():
-        for parameter in final.past.parameters():
-            parameter.copy_(parameter.half().float())
+    round_to_half(final.past)
     figures = evaluate_video(final, data)
     write_strips(final, data, out / "strips.png")
     write_json(out / "metrics.json", {"figures": figures, "curve": run.curve})
@@ -148,9 +148,7 @@ class _VideoRun:
         """One step at ``progress`` in [0, 1) of the run; returns the running mean squared error."""
         started = time.process_time()
         options = self.options
-        factor = min(1.0, (self.step + 1) / 30) * (0.5 + 0.5 * math.cos(math.pi * min(progress, 1.0))) + 0.01
-        for group in self.optimizer.param_groups:
-            group["lr"] = options.learning_rate * factor
+        follow_cosine([self.optimizer], self.step, progress, warm_up=30, least=0.01)
         loss, squared = _loss(self.model, self.sampler.draw(self.step), options, self.balance, self.step)
         self.model.past.zero_grad(set_to_none=True)
         loss.backward()

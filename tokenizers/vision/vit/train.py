@@ -13,7 +13,6 @@ encoder.
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,11 +29,12 @@ from ernie5.tokenizers.vision.training.checkpoint import (
     named,
     optimizer_state,
     restore_optimizer,
+    round_to_half,
     write_json,
 )
 from ernie5.tokenizers.vision.training.data import DIGIT_GRID, OTHER_GRIDS, PICTURE_GRID, canvases_of
 from ernie5.tokenizers.vision.training.driver import Length, drive
-from ernie5.tokenizers.vision.training.optimizer import Muon
+from ernie5.tokenizers.vision.training.optimizer import Muon, follow_cosine
 from ernie5.tokenizers.vision.training.teacher import CELL_WIDTH, WHOLE_WIDTH, Teacher
 from ernie5.tokenizers.vision.vit.evaluation import encoders_of, evaluate_features
 from ernie5.tokenizers.vision.vit.model import FORMAT_VERSION, VitConfig, VitModel, save_vit
@@ -102,8 +102,7 @@ def train_vit(
     run.log()
     run.save()
     final = run.averaged_model()
-    for parameter in final.parameters():
-        parameter.data = parameter.data.half().float()
+    round_to_half(final)
     figures = evaluate_features(encoders_of(beside, final), data, categories)
     write_json(out / "metrics.json", {"figures": figures, "curve": run.curve})
     save_vit(
@@ -169,10 +168,7 @@ class _Run:
     def advance(self, progress: float) -> dict[str, float]:
         """One step at ``progress`` in [0, 1) of the run; returns the running means of the loss's terms."""
         started = time.process_time()
-        factor = min(1.0, (self.step + 1) / 50) * (0.5 + 0.5 * math.cos(math.pi * min(progress, 1.0))) + 0.005
-        for optimizer in self.optimizers.values():
-            for group in optimizer.param_groups:
-                group["lr"] = optimizer.defaults["lr"] * factor
+        follow_cosine(self.optimizers.values(), self.step, progress, warm_up=50, least=0.005)
         terms = self._loss(torch.Generator().manual_seed(self.options.seed * 1_000_003 + self.step))
         self.model.zero_grad(set_to_none=True)
         self.heads.zero_grad(set_to_none=True)
